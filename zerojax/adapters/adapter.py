@@ -1,0 +1,42 @@
+"""What an adapter does, whatever the kind of model."""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+class Parts(NamedTuple):
+    """A model taken apart.
+
+    Attributes:
+      params: the arrays to train, as a tree.
+      variables: the arrays that are carried but not trained, as a tree.
+    """
+
+    params: Any
+    variables: Any
+
+
+class Adapter(Protocol):
+    """Makes a model of one kind and one structure from its parts, inside or outside of a traced function.
+
+    A parameter may be an array or a `Deferred`, which turns into an array where the model uses it.
+    """
+
+    finds_uses: bool
+    """Whether every read of a parameter inside the model passes through `Deferred.read`; otherwise only entries into a
+    `block` do, and a parameter that is used elsewhere has to be an array."""
+
+    def join(self, params: Any, variables: Any, rng: jax.Array, *, training: bool) -> Any:
+        """The model. `rng` seeds the random streams that it holds itself; `training` puts it in its training mode."""
+        ...
+
+    def variables(self, model: Any) -> Any:
+        """The carried arrays of `model` after it has run."""
+        ...
+
+
+def is_trainable(x: Any) -> bool:
+    """Whether `x` is an array of floating numbers."""
+    return hasattr(x, "dtype") and hasattr(x, "shape") and jnp.issubdtype(x.dtype, jnp.floating)

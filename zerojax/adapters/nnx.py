@@ -1,0 +1,113 @@
+"""Flax NNX: a `Param` whose value is made where the module reads it. The module itself is not edited."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zerojax.adapters.adapter import Parts, is_trainable
+from zerojax.adapters.deferred import is_deferred
+
+
+class _ReadAtUse:
+    """Mixed into a type of variable: reading a value that is deferred makes it."""
+
+    def get_value(self, **kwargs: Any) -> Any:
+        raw = self.get_raw_value()  # type: ignore[attr-defined]
+        if not is_deferred(raw):
+            return super().get_value(**kwargs)  # type: ignore[misc]
+        plain = type(self).__mro__[2].from_metadata(raw.read(), self.get_metadata())  # type: ignore[attr-defined]
+        return plain.get_value(**kwargs)
+
+
+@functools.cache
+def _read_at_use(kind: type[nnx.Variable]) -> type[nnx.Variable]:
+    """The subtype of `kind` that reads at use; filters on `kind` match it."""
+    return type(kind.__name__, (_ReadAtUse, kind), {})
+
+
+def _is_param(path: Any, value: Any) -> bool:
+    return isinstance(value, nnx.Param) and is_trainable(value.get_raw_value())
+
+
+def _is_carried(path: Any, value: Any) -> bool:
+    return not isinstance(value, nnx.Param | nnx.RngState | nnx.Intermediate) or (
+        isinstance(value, nnx.Param) and not is_trainable(value.get_raw_value()) and not is_deferred(value.get_raw_value())
+    )
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NnxAdapter:
+    """Floating `nnx.Param`s are parameters; other variables are carried, but for random streams, which are seeded anew.
+
+    Attributes:
+      graph: the module's structure.
+      params, rngs, carried: the module's variables with abstract values.
+    """
+
+    graph: nnx.GraphDef
+    params: nnx.State
+    rngs: nnx.State
+    carried: nnx.State
+    finds_uses = True
+
+    def join(self, params: Any, variables: Any, rng: jax.Array, *, training: bool) -> nnx.Module:
+        model = nnx.merge(
+            self.graph, _fill(self.params, params), _seed(self.rngs, rng), _fill(self.carried, variables)
+        )
+        model.train() if training else model.eval()
+        return model
+
+    def variables(self, model: nnx.Module) -> Any:
+        return _arrays(nnx.state(model, _is_carried), like=self.carried)
+
+
+def take_apart(model: nnx.Module) -> tuple[NnxAdapter, Parts]:
+    graph, params, rngs, carried, _ = nnx.split(model, _is_param, nnx.RngState, _is_carried, ...)
+    return (
+        NnxAdapter(graph, *(_abstract(s) for s in (params, rngs, carried))),
+        Parts(_arrays(params, like=params), _arrays(carried, like=carried)),
+    )
+
+
+def _abstract(state: nnx.State) -> nnx.State:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+
+
+def _arrays(state: nnx.State, like: nnx.State) -> Any:
+    """Nested dicts of arrays, of what `like` has too."""
+    found = dict(nnx.to_flat_state(state))
+    return nnx.traversals.unflatten_mapping(
+        {path: found[path].get_raw_value() for path, _ in nnx.to_flat_state(like)}
+    )
+
+
+def _fill(state: nnx.State, values: Any) -> nnx.State:
+    """`state` with the values of nested dicts."""
+    flat = nnx.traversals.flatten_mapping(values)
+    return nnx.from_flat_state([(path, _with_value(v, flat[path])) for path, v in nnx.to_flat_state(state)])
+
+
+def _with_value(variable: nnx.Variable, value: Any) -> nnx.Variable:
+    kind = _read_at_use(type(variable)) if is_deferred(value) else type(variable)
+    return kind.from_metadata(value, variable.get_metadata())
+
+
+def _seed(rngs: nnx.State, rng: jax.Array) -> nnx.State:
+    """Random streams that start from `rng`: each key of its own, each count zero."""
+
+    def seeded(i: int, variable: nnx.Variable) -> nnx.Variable:
+        value = variable.get_raw_value()
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            keys = jax.random.split(jax.random.fold_in(rng, i), value.shape) if value.shape else jax.random.fold_in(rng, i)
+            return _with_value(variable, keys)
+        return _with_value(variable, jnp.zeros(value.shape, value.dtype))
+
+    return nnx.from_flat_state([(path, seeded(i, v)) for i, (path, v) in enumerate(nnx.to_flat_state(rngs))])

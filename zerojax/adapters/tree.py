@@ -1,0 +1,44 @@
+"""Models that are pytrees of arrays: plain functions' parameters, and modules that are pytrees themselves."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from zerojax.adapters.adapter import Parts, is_trainable
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TreeAdapter:
+    """Floating arrays are parameters, other arrays are variables, and what is no array stays as it is.
+
+    Attributes:
+      rest: the model's tree with `None` at every array.
+    """
+
+    rest: Any
+    finds_uses = False
+
+    def join(self, params: Any, variables: Any, rng: jax.Array, *, training: bool) -> Any:
+        del rng, training
+        return jax.tree.map(_first, self.rest, params, variables, is_leaf=lambda x: x is None)
+
+    def variables(self, model: Any) -> Any:
+        return _split(model)[1]
+
+
+def take_apart(model: Any) -> tuple[TreeAdapter, Parts]:
+    params, variables, rest = _split(model)
+    return TreeAdapter(rest), Parts(params, variables)
+
+
+def _split(model: Any) -> tuple[Any, Any, Any]:
+    is_array = lambda x: hasattr(x, "dtype") and hasattr(x, "shape")
+    params = jax.tree.map(lambda x: x if is_trainable(x) else None, model)
+    variables = jax.tree.map(lambda x: x if is_array(x) and not is_trainable(x) else None, model)
+    rest = jax.tree.map(lambda x: None if is_array(x) else x, model)
+    return params, variables, rest
+
+
+def _first(rest: Any, param: Any, variable: Any) -> Any:
+    return param if param is not None else variable if variable is not None else rest

@@ -1,0 +1,7 @@
+"""ZeRO itself: the stage table, the partition, the gather points, the step."""
+
+from zerojax.zero.state import Layout, State
+from zerojax.zero.step import EvalStep, TrainStep
+from zerojax.zero.zero import Zero
+
+__all__ = ["EvalStep", "Layout", "State", "TrainStep", "Zero"]

@@ -1,0 +1,89 @@
+"""The gather points: collectives with their transposes.
+
+Each function runs inside a `shard_map` that is manual over the data axes and sees one device's part of a leaf.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from zerojax.mesh import SHARD_AXIS
+from zerojax.zero.partition import Cut
+
+GATHERED = "zerojax.gathered"
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """What a gather point needs to know of its parameter.
+
+    Attributes:
+      cut: where the parameter is cut.
+      compute: dtype in which it is gathered and computed with.
+      reduce: dtype in which its gradient is summed; `None` for the gradient's own.
+    """
+
+    cut: Cut
+    compute: jnp.dtype
+    reduce: jnp.dtype | None
+
+    def gather(self, shard: jax.Array) -> jax.Array:
+        """The whole leaf in the compute dtype, which is what goes over the wire."""
+        dim = self.cut.dim % shard.ndim
+        whole = jax.lax.all_gather(shard.astype(self.compute), SHARD_AXIS, axis=dim, tiled=True)
+        return self.cut.unpad(whole)
+
+    def scatter(self, gradient: jax.Array) -> jax.Array:
+        """This device's part of the sum over devices of a whole leaf's gradient."""
+        gradient = self.cut.pad(gradient.astype(self.reduce or gradient.dtype))
+        dim = self.cut.dim % gradient.ndim
+        return jax.lax.psum_scatter(gradient, SHARD_AXIS, scatter_dimension=dim, tiled=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherAtUse:
+    """Stage 3: a shard becomes the whole leaf; its gradient is reduced and scattered back to the shard."""
+
+    point: Point
+
+    def __call__(self, shard: jax.Array) -> jax.Array:
+        return checkpoint_name(_gather_at_use(self.point, shard), GATHERED)
+
+
+@dataclasses.dataclass(frozen=True)
+class UseGathered:
+    """Stage 2: the whole leaf is already there; its gradient is reduced and scattered to the shard beside it."""
+
+    point: Point
+
+    def __call__(self, shard: jax.Array, whole: jax.Array) -> jax.Array:
+        return _use_gathered(self.point, shard, whole)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather_at_use(point: Point, shard: jax.Array) -> jax.Array:
+    return point.gather(shard)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _use_gathered(point: Point, shard: jax.Array, whole: jax.Array) -> jax.Array:
+    del point, shard
+    return whole
+
+
+def _empty_like(shard: jax.Array) -> jax.Array:
+    """Carries a dtype to the backward pass in no bytes."""
+    return jnp.zeros((0,), shard.dtype)
+
+
+_gather_at_use.defvjp(
+    lambda point, shard: (point.gather(shard), _empty_like(shard)),
+    lambda point, like, gradient: (point.scatter(gradient).astype(like.dtype),),
+)
+_use_gathered.defvjp(
+    lambda point, shard, whole: (whole, _empty_like(shard)),
+    lambda point, like, gradient: (point.scatter(gradient).astype(like.dtype), None),
+)

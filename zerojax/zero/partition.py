@@ -1,0 +1,120 @@
+"""Where a leaf is cut, so that every device holds an equal part of it."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.mesh import SHARD_AXIS
+
+# What a cut along the first of several dimensions costs, as a share of the leaf: a longer padding is worse.
+# The first dimension may be a stack of layers that a scan walks along, which no device can walk over shards of.
+LEADING_DIM_COST = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How one leaf is divided over the "data" axis.
+
+    Attributes:
+      dim: the dimension that is cut, counted from the end (so that it stays the same under a leading axis of a scan);
+        `None` if the leaf is whole on every device.
+      size: length of that dimension.
+      padded: its length in storage, the next multiple of the number of devices; the rest holds zeros.
+      leading: whether that is the first of several dimensions.
+    """
+
+    dim: int | None = None
+    size: int = 0
+    padded: int = 0
+    leading: bool = False
+
+    def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in storage of a leaf of `shape`."""
+        if self.dim is None:
+            return shape
+        return tuple(self.padded if i == len(shape) + self.dim else n for i, n in enumerate(shape))
+
+    def spec(self, ndim: int) -> PartitionSpec:
+        """The leaf's partition over a mesh."""
+        if self.dim is None:
+            return PartitionSpec()
+        return PartitionSpec(*(SHARD_AXIS if i == ndim + self.dim else None for i in range(ndim)))
+
+    def pad(self, x: jax.Array) -> jax.Array:
+        """From the logical shape to the stored one."""
+        if self.padded == self.size:
+            return x
+        widths = [(0, 0)] * x.ndim
+        widths[self.dim] = (0, self.padded - self.size)
+        return jnp.pad(x, widths)
+
+    def unpad(self, x: jax.Array) -> jax.Array:
+        """From the stored shape to the logical one."""
+        return x if self.padded == self.size else jax.lax.slice_in_dim(x, 0, self.size, axis=self.dim % x.ndim)
+
+
+WHOLE = Cut()
+
+
+def cut_of(shape: tuple[int, ...], shards: int, min_shard_size: int) -> Cut:
+    """The cut of a leaf of `shape` into `shards` parts.
+
+    The largest dimension that divides is cut, the first of several only if no other does. Where none divides, the
+    one that wastes least is padded. Leaves with fewer than `min_shard_size` elements stay whole.
+
+    >>> cut_of((4, 256, 1024), shards=8, min_shard_size=1024)
+    Cut(dim=-1, size=1024, padded=1024, leading=False)
+    >>> cut_of((30, 1001), shards=8, min_shard_size=1024).stored((30, 1001))
+    (30, 1008)
+    >>> cut_of((255,), shards=8, min_shard_size=1024).dim is None
+    True
+    """
+    if shards == 1 or math.prod(shape) < max(min_shard_size, 1):
+        return WHOLE
+
+    def cost(i: int) -> tuple[float, int, int]:
+        waste = -shape[i] % shards / shape[i]
+        return waste + (LEADING_DIM_COST if i == 0 and len(shape) > 1 else 0.0), -shape[i], -i
+
+    i = min(range(len(shape)), key=cost)
+    return Cut(i - len(shape), shape[i], math.ceil(shape[i] / shards) * shards, leading=i == 0 and len(shape) > 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of a training state: its name, its logical shape and dtype, and its cut."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    cut: Cut = WHOLE
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.cut.stored(self.shape)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return self.cut.spec(len(self.shape))
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        return NamedSharding(mesh, self.spec)
+
+    def store(self, x: jax.Array, mesh: Mesh) -> jax.Array:
+        """The stored form of a logical array, in the leaf's dtype and shards, without a weak type."""
+        if not jnp.issubdtype(self.dtype, jax.dtypes.extended):  # a typed key has nothing to convert
+            x = jax.lax.convert_element_type(x, self.dtype)
+        return jax.lax.with_sharding_constraint(self.cut.pad(x), self.sharding(mesh))
+
+    def view(self, x: jax.Array, mesh: Mesh) -> jax.Array:
+        """The logical array of a stored one; where padding is cut off, the compiler keeps the shards where they are."""
+        if self.cut.padded == self.cut.size:
+            return x
+        return jax.lax.with_sharding_constraint(self.cut.unpad(x), self.sharding(mesh))

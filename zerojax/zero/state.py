@@ -1,0 +1,86 @@
+"""The training state: a pytree of global arrays, and the layout that says what they mean."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from zerojax.adapters import Adapter
+from zerojax.zero.partition import Leaf
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """How the leaves of a state are laid out on a mesh, and what they belong to.
+
+    Attributes:
+      mesh: the devices.
+      adapter: how a model of the user's kind is made of parameters.
+      optimizer: the optax transformation.
+      leaves: a `Leaf` for each leaf of the state, in trees of the state's structure under the state's field names.
+      model_dtypes: the dtypes of the parameters as the user's model has them, in a tree of the parameters' structure.
+    """
+
+    mesh: Mesh
+    adapter: Adapter
+    optimizer: Any
+    leaves: dict[str, Any]
+    model_dtypes: Any
+
+    @property
+    def logical(self) -> dict[str, Any]:
+        """Every leaf's shape and dtype without padding, under the state's field names."""
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.leaves)
+
+    @property
+    def shardings(self) -> "State":
+        """Every leaf's sharding, as a `State`."""
+        return State(**jax.tree.map(lambda leaf: leaf.sharding(self.mesh), self.leaves), layout=self)
+
+    @property
+    def abstract(self) -> "State":
+        """The state as `jax.ShapeDtypeStruct`s of the stored shapes, with shardings."""
+        return State(
+            **jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=leaf.sharding(self.mesh)),
+                self.leaves,
+            ),
+            layout=self,
+        )
+
+    def store(self, field: str, tree: Any) -> Any:
+        """The stored form of a tree of logical arrays for a field of the state."""
+        return jax.tree.map(lambda leaf, x: leaf.store(x, self.mesh), self.leaves[field], tree)
+
+    def view(self, field: str, tree: Any) -> Any:
+        """The logical arrays of a stored tree of a field of the state."""
+        return jax.tree.map(lambda leaf, x: leaf.view(x, self.mesh), self.leaves[field], tree)
+
+    @property
+    def param_leaves(self) -> list[Leaf]:
+        return jax.tree.leaves(self.leaves["params"])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a training run is between two steps.
+
+    Attributes:
+      step: int32 scalar, the number of updates applied.
+      params: master parameters, as a tree of global arrays. For an NNX model, nested dicts under its attributes' names.
+      opt_state: the optax state.
+      variables: arrays of the model that are carried but not trained, such as BatchNorm's statistics.
+      rng: uint32 data of the key that all randomness of training is folded from.
+      layout: how the leaves are laid out.
+
+    A leaf whose cut dimension the number of devices does not divide is stored with zeros at that dimension's end.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    variables: Any
+    rng: jax.Array
+    layout: Layout = dataclasses.field(metadata={"static": True})

@@ -1,0 +1,166 @@
+"""The compiled steps: one program each for training and evaluation."""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax.errors import UserError
+from zerojax.mesh import data_axes, data_parallel_size
+from zerojax.weighted import Weighted
+from zerojax.zero.gradients import LocalLoss, local_gradients, local_loss
+from zerojax.zero.state import Layout, State
+from zerojax.zero.update import apply_update
+
+if TYPE_CHECKING:
+    from zerojax.zero.zero import Zero
+
+METRICS = ("loss", "grad_norm", "loss_scale", "skipped", "step")
+EVALUATION_SALT = 0x65766C  # keeps the randomness of an evaluation apart from the training step's
+
+
+class Step:
+    """A compiled function of a state and a batch; compiled once for each layout and shape of batch."""
+
+    def __init__(self, zero: "Zero", loss_fn: Callable[..., Any]):
+        if not callable(loss_fn):
+            raise UserError(f"loss_fn is {loss_fn!r}; accepted: a function of (model, batch, rng)")
+        self.zero, self.loss_fn = zero, loss_fn
+        self.jitted = functools.cache(self._jit)
+
+    def __call__(self, state: State, batch: Any) -> Any:
+        return self.jitted(state.layout)(state, self.place(state.layout, batch))
+
+    def lower(self, state: State, batch: Any) -> jax.stages.Lowered:
+        """As `jax.jit(...).lower`; state and batch may be of `jax.ShapeDtypeStruct`s."""
+        return self.jitted(state.layout).lower(state, self.place(state.layout, batch))
+
+    def local_loss(self, layout: Layout, *, training: bool) -> LocalLoss:
+        zero = self.zero
+        return LocalLoss(self.loss_fn, layout, zero.row, zero.policy, zero.remat, training)
+
+    def place(self, layout: Layout, batch: Any) -> Any:
+        """The batch as global arrays, split over the data axes along the first axis; in a multi-process run from each
+        process's share."""
+        sharding = NamedSharding(layout.mesh, PartitionSpec(data_axes(layout.mesh)))
+        processes = len({d.process_index for d in layout.mesh.devices.flat})
+        parts = data_parallel_size(layout.mesh) * self.micro_batches
+        sizes = set()
+
+        def place_leaf(path: Any, x: Any) -> Any:
+            name = jax.tree_util.keystr(path, simple=True, separator="/") or "batch"
+            if np.ndim(x) == 0:
+                raise UserError(f"batch leaf {name!r} is a scalar; accepted: arrays whose first axis is the batch")
+            is_global = isinstance(x, jax.ShapeDtypeStruct) or (
+                isinstance(x, jax.Array) and (processes == 1 or not x.is_fully_addressable)
+            )
+            examples = x.shape[0] if is_global else x.shape[0] * processes
+            sizes.add(examples)
+            if examples == 0 or examples % parts:
+                raise UserError(
+                    f"batch leaf {name!r} has {examples} examples over all processes; accepted: a multiple of {parts} "
+                    f"({data_parallel_size(layout.mesh)} data-parallel devices x {self.micro_batches} micro-batches)"
+                )
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            if is_global:
+                return x if x.sharding == sharding else jax.device_put(x, sharding)
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+        placed = jax.tree_util.tree_map_with_path(place_leaf, batch)
+        if len(sizes) != 1:
+            raise UserError(f"batch leaves have {sorted(sizes)} examples; accepted: one array or more, all of one size")
+        return placed
+
+    def manual(self, layout: Layout, function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        """`function` of (parameters, variables, key data, shard index, batch), manual over the data axes."""
+        axes = data_axes(layout.mesh)
+        split, whole = PartitionSpec(axes), PartitionSpec()
+        index = jnp.arange(data_parallel_size(layout.mesh), dtype=jnp.uint32)
+        mapped = jax.shard_map(
+            lambda params, variables, key, index, batch: function(params, variables, key, index, batch),
+            mesh=layout.mesh,
+            in_specs=([leaf.spec for leaf in layout.param_leaves], whole, whole, split, split),
+            out_specs=out_specs,
+            axis_names=set(axes),
+            check_vma=False,
+        )
+        return lambda params, variables, key, batch: mapped(jax.tree.leaves(params), variables, key, index, batch)
+
+    @property
+    def micro_batches(self) -> int:
+        raise NotImplementedError
+
+    def _jit(self, layout: Layout) -> Any:
+        raise NotImplementedError
+
+
+class TrainStep(Step):
+    """`(state, batch) -> (state, metrics)`. The state given is donated: use the one returned."""
+
+    @property
+    def micro_batches(self) -> int:
+        return self.zero.micro_batches
+
+    def _jit(self, layout: Layout) -> Any:
+        loss = self.local_loss(layout, training=True)
+        specs = [leaf.spec for leaf in layout.param_leaves]
+        whole = PartitionSpec()
+        gradients_of = self.manual(
+            layout, functools.partial(local_gradients, loss, self.micro_batches), (whole, whole, specs, whole)
+        )
+
+        def train_step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
+            key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+            total, aux, gradients, variables = gradients_of(
+                state.params, state.variables, jax.random.key_data(key), batch
+            )
+            inverse = jnp.where(total.weight == 0, 0.0, 1.0 / total.weight)  # a batch of no weight changes nothing
+            gradients = [g * inverse.astype(g.dtype) for g in gradients]
+            gradients = jax.tree.unflatten(jax.tree.structure(state.params), gradients)
+            state, norm = apply_update(layout, state, gradients, variables, mean(total), self.zero.clip_norm)
+            metrics = metrics_of(total, aux, reserved=METRICS) | {
+                "grad_norm": norm,
+                "loss_scale": jnp.ones((), jnp.float32),
+                "skipped": jnp.zeros((), jnp.int32),
+                "step": state.step,
+            }
+            return state, metrics
+
+        everywhere = NamedSharding(layout.mesh, PartitionSpec())
+        return jax.jit(train_step, donate_argnums=0, out_shardings=(layout.shardings, everywhere))
+
+
+class EvalStep(Step):
+    """`(state, batch) -> metrics`: the loss and the aux scalars over the batch, with the model in evaluation mode."""
+
+    @property
+    def micro_batches(self) -> int:
+        return 1
+
+    def _jit(self, layout: Layout) -> Any:
+        loss = self.local_loss(layout, training=False)
+        losses_of = self.manual(layout, functools.partial(local_loss, loss), PartitionSpec())
+
+        def eval_step(state: State, batch: Any) -> dict[str, jax.Array]:
+            key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), EVALUATION_SALT)
+            total, aux = losses_of(state.params, state.variables, jax.random.key_data(key), batch)
+            return metrics_of(total, aux, reserved=("loss", "weight")) | {"weight": total.weight}
+
+        return jax.jit(eval_step, out_shardings=NamedSharding(layout.mesh, PartitionSpec()))
+
+
+def mean(sums: Weighted) -> jax.Array:
+    """Total over weight; 0 where nothing weighs."""
+    return jnp.where(sums.weight == 0, 0.0, sums.total / jnp.where(sums.weight == 0, 1.0, sums.weight))
+
+
+def metrics_of(total: Weighted, aux: dict[str, Weighted], reserved: tuple[str, ...]) -> dict[str, jax.Array]:
+    taken = sorted(set(aux) & set(reserved))
+    if taken:
+        raise UserError(f"loss_fn's aux names {taken}, which the step's own metrics are called; accepted: other names")
+    return {"loss": mean(total)} | {name: mean(sums) for name, sums in aux.items()}

@@ -1,0 +1,186 @@
+"""`Zero`: the settings of sharded training, and what they make."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.adapters import Adapter, take_apart
+from zerojax.errors import UserError
+from zerojax.mesh import SHARD_AXIS, as_zero_mesh
+from zerojax.precision import Precision
+from zerojax.zero.partition import Leaf, cut_of
+from zerojax.zero.stages import Stage, stage_of
+from zerojax.zero.state import Layout, State
+from zerojax.zero.step import EvalStep, TrainStep
+
+TRAINING_SALT = 0x7A65726F  # keeps the randomness of training apart from the initialisation's
+
+
+@dataclasses.dataclass(frozen=True)
+class Zero:
+    """Settings of training whose parameters, gradients and optimizer state are partitioned over devices.
+
+    Attributes:
+      stage: 0 to 3, a row of the stage table (`zerojax.zero.stages`).
+      mesh: the devices, as `make_mesh` makes them; all of them on one "data" axis by default. Partitions lie along
+        "data", copies of them along "replica", further axes are the model's.
+      precision: "fp32", "bf16" or a `Precision`.
+      micro_batches: number of parts that each device's rows of a batch are computed in, their gradients accumulated.
+      clip_norm: the global L2 norm that gradients are scaled down to, or `None`. The reported norm is the one before.
+      remat: a policy of `jax.checkpoint_policies` applied to the whole loss, or `None` to leave that to the model.
+      min_shard_size: leaves with fewer elements stay whole on every device.
+
+    Raises:
+      UserError: if a setting is out of its range.
+
+    >>> import jax.numpy as jnp, optax
+    >>> zero = Zero(stage=3)
+    >>> state = zero.init(lambda rng: {"w": jax.random.normal(rng, (64, 32))}, optax.adamw(1e-3))
+    >>> step = zero.train_step(lambda model, batch, rng: jnp.mean((batch @ model["w"]) ** 2))
+    >>> state, metrics = step(state, jnp.ones((16, 64)))
+    >>> int(metrics["step"])
+    1
+    """
+
+    stage: int = 3
+    mesh: Mesh | None = None
+    precision: str | Precision = "fp32"
+    micro_batches: int = 1
+    clip_norm: float | None = None
+    remat: Callable[..., bool] | None = None
+    min_shard_size: int = 1024
+
+    def __post_init__(self) -> None:
+        stage_of(self.stage)
+        object.__setattr__(self, "mesh", as_zero_mesh(self.mesh))
+        Precision.of(self.precision)
+        _check("micro_batches", self.micro_batches, int, self.micro_batches >= 1, "a positive integer")
+        _check("min_shard_size", self.min_shard_size, int, self.min_shard_size >= 0, "an integer of at least 0")
+        if self.clip_norm is not None:
+            _check("clip_norm", self.clip_norm, (int, float), self.clip_norm > 0, "a positive number, or None")
+        if self.remat is not None and not callable(self.remat):
+            raise UserError(f"remat is {self.remat!r}; accepted: a policy of jax.checkpoint_policies, or None")
+
+    @property
+    def row(self) -> Stage:
+        """The stage's row of the table."""
+        return stage_of(self.stage)
+
+    @property
+    def policy(self) -> Precision:
+        """The precision as a `Precision`."""
+        return Precision.of(self.precision)
+
+    def init(self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation, seed: int = 0) -> State:
+        """A new state; every leaf is born in its shard, inside one compiled program.
+
+        Args:
+          make_model: from a key (`jax.random.key(seed)`) to an `nnx.Module` or a pytree of arrays.
+          optimizer: any optax transformation.
+          seed: of the parameters and of all randomness in training.
+
+        Raises:
+          UserError: if the model has no floating parameters or the optimizer is no optax transformation.
+        """
+        layout, build = self._plan(make_model, optimizer)
+        return jax.jit(build, out_shardings=layout.shardings)(jax.random.key(seed))
+
+    def abstract_state(self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation) -> State:
+        """The state that `init` would make, as `jax.ShapeDtypeStruct`s with shardings; nothing is allocated."""
+        return self._plan(make_model, optimizer)[0].abstract
+
+    def train_step(self, loss_fn: Callable[..., Any]) -> TrainStep:
+        """The compiled training step.
+
+        Args:
+          loss_fn: function of (model, batch, rng) that returns a loss, or a pair of a loss and a dict of scalars. A
+            loss is a scalar, the mean over its examples, or `Weighted`. A random key `rng` depends on the seed, the
+            step, the micro-batch and the device's place on the data axes. The model's params are in the compute dtype.
+
+        Returns:
+          A function `(state, batch) -> (state, metrics)` that donates the state, and has jit's `lower`. A batch is a
+          pytree of arrays whose first axis is the global batch (in a multi-process run, this process's share of it).
+          Metrics are scalars on the device: "loss", "grad_norm" (before clipping), "loss_scale", "skipped", "step"
+          (updates applied), and the dict's, averaged over micro-batches and devices.
+        """
+        return TrainStep(self, loss_fn)
+
+    def eval_step(self, loss_fn: Callable[..., Any]) -> EvalStep:
+        """The compiled evaluation `(state, batch) -> metrics` with "loss", its "weight", and the dict's scalars."""
+        return EvalStep(self, loss_fn)
+
+    def gather(self, state: State) -> Any:
+        """The whole model, of the kind and the dtypes that `make_model` returned, on every device."""
+        layout = state.layout
+        params, variables = self._whole(layout)(state.params, state.variables)
+        return layout.adapter.join(params, variables, jax.random.wrap_key_data(_local(state.rng)), training=True)
+
+    def _whole(self, layout: Layout) -> Any:
+        def whole(params: Any, variables: Any) -> Any:
+            params = layout.view("params", params)
+            return jax.tree.map(lambda x, dtype: x.astype(dtype), params, layout.model_dtypes), variables
+
+        return jax.jit(whole, out_shardings=NamedSharding(layout.mesh, PartitionSpec()))
+
+    def _plan(
+        self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation
+    ) -> tuple[Layout, Callable[[jax.Array], State]]:
+        """The layout of a new state, and the function of a key that builds it."""
+        if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+            raise UserError(f"optimizer is {optimizer!r}; accepted: an optax.GradientTransformation")
+        if not callable(make_model):
+            raise UserError(f"make_model is {make_model!r}; accepted: a function from a random key to a model")
+        master = self.policy.master
+        made: list[tuple[Adapter, Any]] = []
+
+        def logical(key: jax.Array) -> dict[str, Any]:
+            adapter, parts = take_apart(make_model(key))
+            made.append((adapter, jax.tree.map(lambda x: jnp.dtype(x.dtype), parts.params)))
+            params = jax.tree.map(lambda x: jnp.asarray(x, master), parts.params)
+            training_key = jax.random.fold_in(key, TRAINING_SALT)
+            return {
+                "step": jnp.zeros((), jnp.int32),
+                "params": params,
+                "opt_state": optimizer.init(params),
+                "variables": jax.tree.map(jnp.asarray, parts.variables),
+                "rng": jax.random.key_data(training_key),
+            }
+
+        shapes = jax.eval_shape(logical, jax.random.key(0))
+        if not jax.tree.leaves(shapes["params"]):
+            raise UserError("make_model returned a model without floating parameters; accepted: at least one")
+        shards = self.mesh.shape[SHARD_AXIS] if self.row.partitions else 1
+        cut = lambda field, shape: cut_of(shape, shards if field in ("params", "opt_state") else 1, self.min_shard_size)
+        leaves = {
+            field: jax.tree_util.tree_map_with_path(
+                lambda path, x, field=field: Leaf(_name(field, path), x.shape, x.dtype, cut(field, x.shape)), tree
+            )
+            for field, tree in shapes.items()
+        }
+        adapter, dtypes = made[0]
+        layout = Layout(self.mesh, adapter, optimizer, leaves, dtypes)
+
+        def build(key: jax.Array) -> State:
+            return State(**{field: layout.store(field, x) for field, x in logical(key).items()}, layout=layout)
+
+        return layout, build
+
+
+def _name(field: str, path: Any) -> str:
+    return "/".join(filter(None, (field, jax.tree_util.keystr(path, simple=True, separator="/"))))
+
+
+def _local(x: jax.Array) -> jax.Array:
+    """This process's copy of an array that is whole on every device."""
+    return x.addressable_data(0)
+
+
+def _check(name: str, value: Any, kind: Any, holds: bool, accepted: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind) or not holds:
+        raise UserError(f"{name} is {value!r}; accepted: {accepted}")
