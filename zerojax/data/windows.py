@@ -44,6 +44,11 @@ class TextDataset:
         start = index * self.length
         return {"tokens": self.tokens[start : start + self.length + 1].astype(np.int32)}
 
+    @property
+    def text(self) -> str:
+        """The text itself."""
+        return self.tokenizer.decode(self.tokens)
+
     @functools.cached_property
     def bytes_per_token(self) -> float:
         """Mean bytes of UTF-8 of a target (of every token but the first)."""

@@ -36,6 +36,7 @@ class LocalLoss:
       precision: the dtypes.
       remat: a policy of `jax.checkpoint` for the whole loss, or `None`.
       training: whether the model is in its training mode.
+      tell_uses: called with what tracing the loss has found.
     """
 
     loss_fn: Callable[..., Any]
@@ -44,6 +45,7 @@ class LocalLoss:
     precision: Precision
     remat: Callable[..., bool] | None = None
     training: bool = True
+    tell_uses: Callable[[Uses], None] = lambda uses: None
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -90,7 +92,9 @@ class LocalLoss:
             return self.run(params, variables, key, batch)
 
         whole = [jax.ShapeDtypeStruct(leaf.shape, self.precision.compute) for leaf in self.leaves]
-        return find_uses(marked, whole)
+        uses = find_uses(marked, whole)
+        self.tell_uses(uses)
+        return uses
 
     def rematerialised(self, function: Callable[..., Any], uses: Uses) -> Callable[..., Any]:
         """`function` under the policy asked for; at stage 3 what was gathered is gathered again in the backward pass.

@@ -72,7 +72,7 @@ def cut_of(shape: tuple[int, ...], shards: int, min_shard_size: int) -> Cut:
     >>> cut_of((255,), shards=8, min_shard_size=1024).dim is None
     True
     """
-    if shards == 1 or math.prod(shape) < max(min_shard_size, 1):
+    if shards == 1 or not shape or math.prod(shape) < max(min_shard_size, 1):
         return WHOLE
 
     def cost(i: int) -> tuple[float, int, int]:

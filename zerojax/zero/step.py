@@ -15,6 +15,7 @@ from zerojax.weighted import Weighted
 from zerojax.zero.gradients import LocalLoss, local_gradients, local_loss
 from zerojax.zero.state import Layout, State
 from zerojax.zero.update import apply_update
+from zerojax.zero.uses import Uses
 
 if TYPE_CHECKING:
     from zerojax.zero.zero import Zero
@@ -24,13 +25,18 @@ EVALUATION_SALT = 0x65766C  # keeps the randomness of an evaluation apart from t
 
 
 class Step:
-    """A compiled function of a state and a batch; compiled once for each layout and shape of batch."""
+    """A compiled function of a state and a batch; compiled once for each layout and shape of batch.
+
+    Attributes:
+      uses: how the loss uses the parameters, for each layout that was traced at stages 2 and 3.
+    """
 
     def __init__(self, zero: "Zero", loss_fn: Callable[..., Any]):
         if not callable(loss_fn):
             raise UserError(f"loss_fn is {loss_fn!r}; accepted: a function of (model, batch, rng)")
         self.zero, self.loss_fn = zero, loss_fn
         self.jitted = functools.cache(self._jit)
+        self.uses: dict[Layout, Uses] = {}
 
     def __call__(self, state: State, batch: Any) -> Any:
         return self.jitted(state.layout)(state, self.place(state.layout, batch))
@@ -41,7 +47,8 @@ class Step:
 
     def local_loss(self, layout: Layout, *, training: bool) -> LocalLoss:
         zero = self.zero
-        return LocalLoss(self.loss_fn, layout, zero.row, zero.policy, zero.remat, training)
+        tell = functools.partial(self.uses.__setitem__, layout)
+        return LocalLoss(self.loss_fn, layout, zero.row, zero.policy, zero.remat, training, tell)
 
     def place(self, layout: Layout, batch: Any) -> Any:
         """The batch as global arrays, split over the data axes along the first axis; in a multi-process run from each

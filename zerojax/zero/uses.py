@@ -52,15 +52,20 @@ def find_uses(loss: Callable[[Sequence[jax.Array]], Any], params: Sequence[jax.S
     """Traces `loss`, a function of whole parameters whose gather points are `MarkUse` or a block's entry."""
     jaxpr = jax.make_jaxpr(loss)(params).jaxpr
     uses = tuple(Use() for _ in params)
-    remats = _walk(jaxpr, dict(zip(jaxpr.invars, uses, strict=True)), in_remat=False)
+    names = dict(zip(jaxpr.invars, uses, strict=True))
+    remats = _walk(jaxpr, names, in_remat=False)
+    _note_outside(_named(jaxpr.outvars, names), "return")
     return Uses(uses, remats)
 
 
 def _walk(jaxpr: core.Jaxpr, names: dict[core.Var, Use], in_remat: bool) -> bool:
-    """Notes the uses of the variables `names`; whether a rematerialised part was met."""
+    """Notes the uses of the variables `names`, and adds the variables that are the same parameters under other names.
+
+    Returns whether a rematerialised part was met.
+    """
     remats = False
     for eqn in jaxpr.eqns:
-        operands = [names.get(v) if isinstance(v, core.Var) else None for v in eqn.invars]
+        operands = _named(eqn.invars, names)
         is_remat = eqn.primitive.name in ("checkpoint", "remat", "remat2")
         remats |= is_remat
         if eqn.primitive.name == "name" and eqn.params["name"] in (USE, BLOCK_ENTRY):
@@ -72,10 +77,19 @@ def _walk(jaxpr: core.Jaxpr, names: dict[core.Var, Use], in_remat: bool) -> bool
         for sub, taken in inner:
             within = {v: use for v, use in zip(sub.invars, operands[taken], strict=True) if use is not None}
             remats |= _walk(sub, within, in_remat or is_remat)
+            # A layer may hand its parameters on, as a scan of an NNX module does.
+            returned = _named(sub.outvars, within)
+            if len(returned) == len(eqn.outvars):
+                names.update({v: use for v, use in zip(eqn.outvars, returned, strict=True) if use is not None})
+            else:
+                _note_outside(returned, eqn.primitive.name)
         if not inner:
             _note_outside(operands, eqn.primitive.name)
-    _note_outside([names.get(v) if isinstance(v, core.Var) else None for v in jaxpr.outvars], "return")
     return remats
+
+
+def _named(variables: Sequence[Any], names: dict[core.Var, Use]) -> list[Use | None]:
+    return [names.get(v) if isinstance(v, core.Var) else None for v in variables]
 
 
 def _note_outside(operands: Sequence[Use | None], by: str) -> None:

@@ -14,7 +14,9 @@ from zerojax.adapters import Adapter, take_apart
 from zerojax.errors import UserError
 from zerojax.mesh import SHARD_AXIS, as_zero_mesh
 from zerojax.precision import Precision
+from zerojax.zero.notes import leaf_notes
 from zerojax.zero.partition import Leaf, cut_of
+from zerojax.zero.report import Report, make_report
 from zerojax.zero.stages import Stage, stage_of
 from zerojax.zero.state import Layout, State
 from zerojax.zero.step import EvalStep, TrainStep
@@ -77,7 +79,9 @@ class Zero:
         """The precision as a `Precision`."""
         return Precision.of(self.precision)
 
-    def init(self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation, seed: int = 0) -> State:
+    def init(
+        self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation, seed: int = 0
+    ) -> State:
         """A new state; every leaf is born in its shard, inside one compiled program.
 
         Args:
@@ -120,6 +124,29 @@ class Zero:
         layout = state.layout
         params, variables = self._whole(layout)(state.params, state.variables)
         return layout.adapter.join(params, variables, jax.random.wrap_key_data(_local(state.rng)), training=True)
+
+    def report(self, state: State, step: TrainStep, batch: Any) -> Report:
+        """What a training step costs each device, as compiled, beside ZeRO's formulas.
+
+        Args:
+          state: the state, or `abstract_state`'s.
+          step: of `train_step`.
+          batch: arrays or `jax.ShapeDtypeStruct`s.
+
+        Returns:
+          Bytes of parameters, optimizer state, gradients and temporaries, every collective, and each leaf that is not
+          simply in shards; `print` gives a table, `as_dict` plain data.
+        """
+        compiled = step.lower(state, batch).compile()
+        return make_report(
+            compiled=compiled,
+            state=state,
+            mesh=self.mesh,
+            stage=self.stage,
+            precision=self.policy,
+            micro_batches=self.micro_batches,
+            notes=leaf_notes(state.layout, self.row, step.uses.get(state.layout), self.min_shard_size),
+        )
 
     def _whole(self, layout: Layout) -> Any:
         def whole(params: Any, variables: Any) -> Any:

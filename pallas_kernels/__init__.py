@@ -1,0 +1,1 @@
+"""Fused optimizer kernels in Pallas. Imports jax only, never zerojax."""

@@ -1,0 +1,70 @@
+"""One checkpoint in one directory: save and restore."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zerojax.checkpoint import manifest
+from zerojax.checkpoint.loading import load
+from zerojax.checkpoint.processes import from_primary
+from zerojax.checkpoint.saving import start_save
+from zerojax.errors import UserError
+
+
+def save(path: str | os.PathLike[str], state: Any, *, extra: Mapping[str, Any] | None = None) -> None:
+    """Saves `state` as the checkpoint `path` and returns when it is complete; every process calls it.
+
+    Args:
+      path: a directory that does not exist or is empty; shared by all processes.
+      state: a State, of any stage and mesh.
+      extra: a dict as `json.dumps` writes it, given back by `load_extra`; the primary process's is saved.
+
+    Raises:
+      UserError: if there is something at `path`.
+      CheckpointError: if the checkpoint cannot be written; then there is nothing at `path`.
+    """
+    target = Path(path).absolute()
+    if not from_primary(lambda: _is_free(target)):
+        raise UserError(f"checkpoint {path} exists already; accepted: a path where nothing is")
+    start_save(target, state, state.layout.logical, extra or {}).wait()
+
+
+def restore(path: str | os.PathLike[str], zero: Any, make_model: Any, optimizer: Any) -> Any:
+    """The state saved at `path`, born in the shards that `zero` gives it; every process calls it.
+
+    Stage, mesh, precision and number of processes are those of `zero`, whatever they were when it was saved.
+
+    Args:
+      path: a checkpoint.
+      zero: a `zerojax.Zero`.
+      make_model: as for `zero.init`; it is traced, not run.
+      optimizer: as for `zero.init`.
+
+    Raises:
+      UserError: if `path` is no checkpoint, or one of another model or optimizer (what differs is listed).
+      CheckpointError: if it is damaged.
+    """
+    abstract = zero.abstract_state(make_model, optimizer)
+    return load(_existing(path), abstract, abstract.layout.logical)[0]
+
+
+def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The `extra` saved with the checkpoint `path`.
+
+    Raises:
+      UserError: if `path` is no checkpoint.
+      CheckpointError: if its manifest is damaged.
+    """
+    return dict(manifest.read_manifest(_existing(path)).extra)
+
+
+def _existing(path: str | os.PathLike[str]) -> Path:
+    directory = Path(path).absolute()
+    if not directory.is_dir():
+        raise UserError(f"checkpoint {path}: no such directory; accepted: a directory that zerojax.save has written")
+    return directory
+
+
+def _is_free(path: Path) -> bool:
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))

@@ -1,0 +1,1 @@
+"""From a configuration file to the objects of a run."""

@@ -1,0 +1,1 @@
+"""Starting a run on one process or on many."""

@@ -1,0 +1,122 @@
+"""Normalisation and rotary positions: the pieces of a transformer that own a formula."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+EPSILON = 1e-5  # GPT-2's and Llama's
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """``(x - mean) / sqrt(var + 1e-5) * scale + bias`` over the last dim (Ba et al. 2016, arXiv:1607.06450, eq. 4).
+
+    Computed in fp32, returned in ``x``'s dtype. The backward pass starts from the normalised input.
+
+    Args:
+        x: (..., dim), any float dtype.
+        scale: (dim,).
+        bias: (dim,), or None for none.
+
+    >>> layer_norm(jnp.array([1.0, 3.0]), jnp.ones(2), jnp.ones(2)).round(3).tolist()
+    [0.0, 2.0]
+    """
+    return _normalise(True, x, scale, bias)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """``x / sqrt(mean(x**2) + 1e-5) * scale`` over the last dim (Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4).
+
+    Shapes, dtypes and backward pass as in `layer_norm`.
+
+    >>> rms_norm(jnp.array([3.0, -3.0]), jnp.ones(2)).round(3).tolist()
+    [1.0, -1.0]
+    """
+    return _normalise(False, x, scale, None)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _normalise(centred: bool, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return _normalise_forward(centred, x, scale, bias)[0]
+
+
+def _normalise_forward(centred, x, scale, bias):
+    x32 = x.astype(jnp.float32)
+    if centred:
+        x32 = x32 - x32.mean(-1, keepdims=True)
+    rstd = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + EPSILON)
+    normal = (x32 * rstd).astype(x.dtype)
+    y = normal.astype(jnp.float32) * scale.astype(jnp.float32)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    return y.astype(x.dtype), (normal, rstd, scale, bias)
+
+
+def _normalise_backward(centred, kept, dy):
+    normal, rstd, scale, bias = kept
+    normal32, dy32 = normal.astype(jnp.float32), dy.astype(jnp.float32)
+    rows = tuple(range(dy.ndim - 1))
+    dscale = (dy32 * normal32).sum(rows).astype(scale.dtype)
+    dbias = None if bias is None else dy32.sum(rows).astype(bias.dtype)
+    g = dy32 * scale.astype(jnp.float32)
+    dx = g - normal32 * (g * normal32).mean(-1, keepdims=True)
+    if centred:
+        dx = dx - g.mean(-1, keepdims=True)
+    return (dx * rstd).astype(dy.dtype), dscale, dbias
+
+
+_normalise.defvjp(_normalise_forward, _normalise_backward)
+
+
+class LayerNorm(nnx.Module):
+    """`layer_norm` with its own scale and, with ``bias``, bias."""
+
+    def __init__(self, dim: int, *, bias: bool = True) -> None:
+        self.scale = nnx.Param(jnp.ones(dim))
+        self.bias = nnx.Param(jnp.zeros(dim)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return layer_norm(x, self.scale[...], None if self.bias is None else self.bias[...])
+
+
+class RMSNorm(nnx.Module):
+    """`rms_norm` with its own scale."""
+
+    def __init__(self, dim: int) -> None:
+        self.scale = nnx.Param(jnp.ones(dim))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.scale[...])
+
+
+def rotary_angles(length: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of ``position * theta**(-2i / head_dim)``, each (length, head_dim // 2) in fp32.
+
+    Source: Su et al. 2021, arXiv:2104.09864, eq. 15.
+
+    >>> cos, sin = rotary_angles(4, 6, 10_000.0)
+    >>> cos.shape, float(sin[0, 0])
+    ((4, 3), 0.0)
+    """
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns pair (i, i + head_dim // 2) of each head by its position's angle, as Llama's published weights pair them.
+
+    The dot product of two turned vectors depends on their positions through the difference alone.
+
+    Args:
+        x: (batch, length, heads, head_dim), computed in fp32, returned in its own dtype.
+        cos, sin: (length, head_dim // 2), of `rotary_angles`.
+
+    >>> quarter = jnp.array([[0.0]]), jnp.array([[1.0]])
+    >>> rotate(jnp.array([1.0, 0.0]).reshape(1, 1, 1, 2), *quarter).ravel().tolist()
+    [0.0, 1.0]
+    """
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,219 @@
+"""A training run from its first step to its last: data, steps, logs, validation, checkpoints."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from zerojax.checkpoint import Checkpoints
+from zerojax.data import TextDataset, bits_per_byte, entropy_baselines, evaluation_batches, loader
+from zerojax.errors import UserError
+from zerojax.monitor import Progress, RunLogs
+from zerojax.zero import EvalStep, State, Zero
+
+STEPS_IN_FLIGHT = 2  # the host prepares a step while the devices compute the one before, and runs no further ahead
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """How a run ended.
+
+    Attributes:
+      step: the last step.
+      validation: figures of the last validation: "loss" in nats per token and, for text, "bits_per_byte"; empty
+        without validation data.
+      state: the final state.
+    """
+
+    step: int
+    validation: Mapping[str, float]
+    state: State
+
+
+def train(
+    *,
+    model: Callable[..., nnx.Module],
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    dataset: TextDataset,
+    batch_size: int,
+    steps: int,
+    run_dir: str,
+    zero: Zero | None = None,
+    validation: TextDataset | None = None,
+    validate_every: int = 500,
+    validation_batches: int | None = None,
+    save_every: int = 500,
+    keep: int = 3,
+    seed: int = 0,
+    config_text: str | None = None,
+) -> Summary:
+    """Trains a model; started again with the same run directory, goes on from the last checkpoint.
+
+    Args:
+      model: makes the model from `rngs=nnx.Rngs(...)`.
+      loss_fn: function of (model, batch, rng), as for `Zero.train_step`.
+      optimizer: any optax transformation.
+      dataset: the examples, read by `zerojax.data.loader`.
+      batch_size: examples in a step's global batch.
+      steps: the number of steps of the whole run.
+      run_dir: where logs, the configuration and checkpoints go.
+      zero: stage, mesh, precision and the rest; `Zero()` by default.
+      validation: text to validate on, or `None`.
+      validate_every: steps between validations; there is one after the last step too.
+      validation_batches: how many batches a validation reads, spread over the text; all of it by default.
+      save_every: steps between checkpoints; there is one after the last step too.
+      keep: how many checkpoints are kept.
+      seed: of parameters, data order and all randomness.
+      config_text: the resolved configuration, written beside the logs.
+
+    Returns:
+      How the run ended.
+
+    Raises:
+      UserError: if an argument is out of its range, or `run_dir` is another model's.
+      CheckpointError: if every checkpoint in `run_dir` is damaged, or one cannot be written.
+    """
+    for name, value in (("steps", steps), ("validate_every", validate_every), ("save_every", save_every)):
+        if value < 1:
+            raise UserError(f"{name} is {value}; accepted: a positive integer")
+    zero = zero or Zero()
+    make_model = lambda key: model(rngs=nnx.Rngs(key))
+    directory = _run_directory(run_dir)
+    with Checkpoints(directory / "checkpoints", keep=keep) as checkpoints:
+        batches = loader(dataset, batch_size, seed=seed)
+        state = _start(zero, make_model, optimizer, seed, checkpoints, batches)
+        start = int(state.step)
+        step_fn = zero.train_step(loss_fn)
+        validate = _validation(zero.eval_step(loss_fn), validation, batch_size, validation_batches)
+        chief = jax.process_index() == 0
+        logs = RunLogs(directory, start) if chief else None
+        if chief and config_text is not None:
+            (directory / "config.gin").write_text(config_text, encoding="utf-8")
+        figures: dict[str, float] = {}
+        with Progress(steps, start, quiet=not chief) as progress:
+            progress.say(_opening(zero, state, steps))
+            reader = _Metrics(logs, progress, tokens=batch_size * dataset.length)
+            for step in range(start + 1, steps + 1):
+                state, metrics = step_fn(state, next(batches))
+                reader.add(step, metrics)
+                if step % validate_every == 0 or step == steps:
+                    reader.drain()
+                    figures = validate(state)
+                    if figures:
+                        progress.say(f"step {step}  validation " + _words(figures))
+                        if logs:
+                            logs.write("validation", step, figures)
+                    reader.restart_clock()
+                if step % save_every == 0 or step == steps:
+                    reader.drain()
+                    checkpoints.save(state, {"data": batches.get_state()})
+                    reader.restart_clock()
+            if start >= steps:
+                progress.say(f"{run_dir} is at step {start} of {steps} already: nothing is left to train")
+                figures = validate(state)
+            if figures and validation is not None:
+                progress.say(_comparison(figures, dataset, validation))
+        if logs:
+            logs.close()
+        batches.close()
+    return Summary(max(start, steps), figures, state)
+
+
+def _run_directory(run_dir: str) -> Path:
+    directory = Path(run_dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run_dir is {run_dir!r}: {error.strerror}; accepted: a directory that can be written") from None
+    return directory
+
+
+def _start(
+    zero: Zero, make_model: Any, optimizer: Any, seed: int, checkpoints: Checkpoints, batches: Any
+) -> State:
+    """The last checkpoint's state, with the data at its position, or a new one."""
+    restored = checkpoints.restore_latest(zero.abstract_state(make_model, optimizer))
+    if restored is None:
+        return zero.init(make_model, optimizer, seed=seed)
+    state, extra = restored
+    batches.set_state(extra["data"])
+    return state
+
+
+def _validation(
+    evaluate: EvalStep, dataset: TextDataset | None, batch_size: int, batches: int | None
+) -> Callable[[State], dict[str, float]]:
+    """A function of the state that gives the figures over the validation text."""
+    if dataset is None:
+        return lambda state: {}
+    examples = evaluation_batches(dataset, batch_size, batches)
+
+    def validate(state: State) -> dict[str, float]:
+        total = weight = 0.0
+        for batch in examples:
+            metrics = jax.device_get(evaluate(state, batch))
+            total += float(metrics["loss"]) * float(metrics["weight"])
+            weight += float(metrics["weight"])
+        loss = total / weight
+        return {"loss": loss, "bits_per_byte": bits_per_byte(loss, dataset.bytes_per_token)}
+
+    return validate
+
+
+class _Metrics:
+    """Brings metrics from the devices to the logs, a step behind, so that the host never waits for the newest."""
+
+    def __init__(self, logs: RunLogs | None, progress: Progress, tokens: int):
+        self._logs, self._progress, self._tokens = logs, progress, tokens
+        self._waiting: list[tuple[int, dict[str, jax.Array]]] = []
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leaves out of the speed what was not training."""
+        self._clock = time.perf_counter()
+
+    def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        self._waiting.append((step, metrics))
+        if len(self._waiting) >= STEPS_IN_FLIGHT:
+            self._read()
+
+    def drain(self) -> None:
+        """Waits for every step that was begun."""
+        while self._waiting:
+            self._read()
+
+    def _read(self) -> None:
+        step, metrics = self._waiting.pop(0)
+        values = {name: float(x) for name, x in jax.device_get(metrics).items() if name != "step"}
+        now = time.perf_counter()
+        speed = self._tokens / (now - self._clock)
+        self._clock = now
+        if self._logs:
+            self._logs.write("train", step, {**values, "tokens_per_second": round(speed, 1)})
+        self._progress.update(step, values, speed)
+
+
+def _opening(zero: Zero, state: State, steps: int) -> str:
+    parameters = sum(leaf.size for leaf in state.layout.param_leaves)
+    mesh = " x ".join(f"{name} {size}" for name, size in zero.mesh.shape.items())
+    begin = int(state.step)
+    resumed = f"going on from step {begin}" if begin else "from the beginning"
+    return f"{parameters:,} parameters, stage {zero.stage} on {mesh}, {steps} steps, {resumed}"
+
+
+def _words(figures: Mapping[str, float]) -> str:
+    return f"loss {figures['loss']:.4f}  {figures['bits_per_byte']:.4f} bits per byte"
+
+
+def _comparison(figures: Mapping[str, float], dataset: TextDataset, validation: TextDataset) -> str:
+    baselines = entropy_baselines(dataset.text, validation.text)
+    return (
+        f"validation: {figures['bits_per_byte']:.3f} bits per byte; counting bytes gives {baselines.unigram:.3f} "
+        f"(unigram), counting pairs {baselines.bigram:.3f} (bigram)"
+    )
