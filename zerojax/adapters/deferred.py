@@ -31,6 +31,26 @@ class Deferred:
             self._memo = trace, self.make(*self.parts)
         return self._memo[1]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._abstract.shape
+
+    @property
+    def ndim(self) -> int:
+        return self._abstract.ndim
+
+    @property
+    def size(self) -> int:
+        return self._abstract.size
+
+    @property
+    def dtype(self) -> Any:
+        return self._abstract.dtype
+
+    @property
+    def _abstract(self) -> jax.ShapeDtypeStruct:
+        return jax.eval_shape(self.make, *self.parts)
+
     def tree_flatten(self) -> tuple[tuple[jax.Array, ...], Callable[..., jax.Array]]:
         return self.parts, self.make
 

@@ -35,7 +35,9 @@ def _is_param(path: Any, value: Any) -> bool:
 
 def _is_carried(path: Any, value: Any) -> bool:
     return not isinstance(value, nnx.Param | nnx.RngState | nnx.Intermediate) or (
-        isinstance(value, nnx.Param) and not is_trainable(value.get_raw_value()) and not is_deferred(value.get_raw_value())
+        isinstance(value, nnx.Param)
+        and not is_trainable(value.get_raw_value())
+        and not is_deferred(value.get_raw_value())
     )
 
 
@@ -59,9 +61,7 @@ class NnxAdapter:
     finds_uses = True
 
     def join(self, params: Any, variables: Any, rng: jax.Array, *, training: bool) -> nnx.Module:
-        model = nnx.merge(
-            self.graph, _fill(self.params, params), _seed(self.rngs, rng), _fill(self.carried, variables)
-        )
+        model = nnx.merge(self.graph, _fill(self.params, params), _seed(self.rngs, rng), _fill(self.carried, variables))
         model.train() if training else model.eval()
         return model
 
@@ -70,9 +70,10 @@ class NnxAdapter:
 
 
 def take_apart(model: nnx.Module) -> tuple[NnxAdapter, Parts]:
-    graph, params, rngs, carried, _ = nnx.split(model, _is_param, nnx.RngState, _is_carried, ...)
+    graph, *states = nnx.split(model, _is_param, nnx.RngState, _is_carried, ...)
+    params, rngs, carried, _ = states
     return (
-        NnxAdapter(graph, *(_abstract(s) for s in (params, rngs, carried))),
+        NnxAdapter(graph, _abstract(params), _abstract(rngs), _abstract(carried)),
         Parts(_arrays(params, like=params), _arrays(carried, like=carried)),
     )
 
@@ -84,9 +85,7 @@ def _abstract(state: nnx.State) -> nnx.State:
 def _arrays(state: nnx.State, like: nnx.State) -> Any:
     """Nested dicts of arrays, of what `like` has too."""
     found = dict(nnx.to_flat_state(state))
-    return nnx.traversals.unflatten_mapping(
-        {path: found[path].get_raw_value() for path, _ in nnx.to_flat_state(like)}
-    )
+    return nnx.traversals.unflatten_mapping({path: found[path].get_raw_value() for path, _ in nnx.to_flat_state(like)})
 
 
 def _fill(state: nnx.State, values: Any) -> nnx.State:
@@ -106,7 +105,9 @@ def _seed(rngs: nnx.State, rng: jax.Array) -> nnx.State:
     def seeded(i: int, variable: nnx.Variable) -> nnx.Variable:
         value = variable.get_raw_value()
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            keys = jax.random.split(jax.random.fold_in(rng, i), value.shape) if value.shape else jax.random.fold_in(rng, i)
+            keys = (
+                jax.random.split(jax.random.fold_in(rng, i), value.shape) if value.shape else jax.random.fold_in(rng, i)
+            )
             return _with_value(variable, keys)
         return _with_value(variable, jnp.zeros(value.shape, value.dtype))
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from zerojax.adapters.adapter import Parts, is_trainable
+from zerojax.adapters.deferred import is_deferred
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,9 +35,10 @@ def take_apart(model: Any) -> tuple[TreeAdapter, Parts]:
 
 def _split(model: Any) -> tuple[Any, Any, Any]:
     is_array = lambda x: hasattr(x, "dtype") and hasattr(x, "shape")
-    params = jax.tree.map(lambda x: x if is_trainable(x) else None, model)
-    variables = jax.tree.map(lambda x: x if is_array(x) and not is_trainable(x) else None, model)
-    rest = jax.tree.map(lambda x: None if is_array(x) else x, model)
+    pick = lambda choose: jax.tree.map(choose, model, is_leaf=is_deferred)
+    params = pick(lambda x: x if is_trainable(x) else None)
+    variables = pick(lambda x: x if is_array(x) and not is_trainable(x) else None)
+    rest = pick(lambda x: None if is_array(x) else x)
     return params, variables, rest
 
 

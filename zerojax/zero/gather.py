@@ -32,14 +32,14 @@ class Point:
 
     def gather(self, shard: jax.Array) -> jax.Array:
         """The whole leaf in the compute dtype, which is what goes over the wire."""
-        dim = self.cut.dim % shard.ndim
+        dim = self.cut.axis(shard.ndim)
         whole = jax.lax.all_gather(shard.astype(self.compute), SHARD_AXIS, axis=dim, tiled=True)
         return self.cut.unpad(whole)
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
         """This device's part of the sum over devices of a whole leaf's gradient."""
         gradient = self.cut.pad(gradient.astype(self.reduce or gradient.dtype))
-        dim = self.cut.dim % gradient.ndim
+        dim = self.cut.axis(gradient.ndim)
         return jax.lax.psum_scatter(gradient, SHARD_AXIS, scatter_dimension=dim, tiled=True)
 
 

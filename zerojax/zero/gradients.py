@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
 from zerojax.adapters import Adapter, Deferred
 from zerojax.errors import UserError
 from zerojax.mesh import REPLICA_AXIS, data_axes
@@ -22,7 +21,16 @@ from zerojax.zero.state import Layout
 from zerojax.zero.uses import MarkUse, Uses, find_uses
 
 # Operations that only lay a gathered parameter out anew: to save their result would be to save the parameter.
-LAYOUT_OPERATIONS = {"reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim", "slice", "copy", "name"}
+LAYOUT_OPERATIONS = {
+    "reshape",
+    "transpose",
+    "convert_element_type",
+    "squeeze",
+    "broadcast_in_dim",
+    "slice",
+    "copy",
+    "name",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +69,13 @@ class LocalLoss:
             for leaf, p in zip(self.leaves, params, strict=True)
         ]
 
+    def shards(self, params: Sequence[jax.Array]) -> list[jax.Array]:
+        """What gradients are taken of where they are reduced at use: shards of cut leaves, compute copies of others."""
+        return [
+            p if leaf.cut.dim is not None else p.astype(self.precision.compute)
+            for leaf, p in zip(self.leaves, params, strict=True)
+        ]
+
     def at_use(self, params: Sequence[jax.Array], gathered: Sequence[jax.Array] | None, uses: Uses) -> list[Any]:
         """The model's parameters from operands: cut leaves made whole where they are used, others as they are."""
 
@@ -87,31 +102,24 @@ class LocalLoss:
         adapter: Adapter = self.layout.adapter
 
         def marked(params: Sequence[jax.Array]) -> Any:
-            if adapter.finds_uses:
-                params = [Deferred((p,), MarkUse()) for p in params]
-            return self.run(params, variables, key, batch)
+            presented = [Deferred((p,), MarkUse()) for p in params] if adapter.finds_uses else params
+            return self.run(presented, variables, key, batch)
 
         whole = [jax.ShapeDtypeStruct(leaf.shape, self.precision.compute) for leaf in self.leaves]
         uses = find_uses(marked, whole)
         self.tell_uses(uses)
         return uses
 
-    def rematerialised(self, function: Callable[..., Any], uses: Uses) -> Callable[..., Any]:
+    def rematerialised(self, function: Callable[..., Any], uses: Uses | None) -> Callable[..., Any]:
         """`function` under the policy asked for; at stage 3 what was gathered is gathered again in the backward pass.
 
         A model that rematerialises by itself has its gather points inside and does so already; a policy around it
         would take precedence over its own and keep what it drops.
         """
-        regather = self.stage.gather is Gather.AT_USE and not uses.remats
+        regather = self.stage.gather is Gather.AT_USE and uses is not None and not uses.remats
         if self.remat is None and not regather:
             return function
-        sizes = {
-            math.prod(shape[-ndim:])
-            for leaf, use in zip(self.leaves, uses.params, strict=True)
-            for ndim in (*use.ndims, len(leaf.shape))
-            for shape in (leaf.shape, leaf.stored_shape)
-            if leaf.cut.dim is not None
-        }
+        sizes = gathered_sizes(self.leaves, uses) if uses is not None else set()
 
         def policy(prim: Any, *avals: Any, **params: Any) -> bool:
             if prim.name == "all_gather" or params.get("name") == GATHERED:
@@ -123,11 +131,24 @@ class LocalLoss:
         return jax.checkpoint(function, policy=policy)
 
 
+def gathered_sizes(leaves: Sequence[Leaf], uses: Uses) -> set[int]:
+    """The numbers of elements that gather points make: of whole leaves, or of a scan's slices of them."""
+    return {
+        math.prod(shape[-ndim:])
+        for leaf, use in zip(leaves, uses.params, strict=True)
+        for ndim in (*use.ndims, len(leaf.shape))
+        for shape in (leaf.shape, leaf.stored_shape)
+        if leaf.cut.dim is not None
+    }
+
+
 def on_entry(leaf: Leaf, uses: Uses, i: int) -> bool:
     """Whether a cut leaf has to be whole before the model runs, since something other than a gather point sees it."""
     use = uses.params[i]
-    return use.outside is not None or any(ndim < -(leaf.cut.dim or 0) for ndim in use.ndims) or (
-        leaf.cut.leading and any(ndim < len(leaf.shape) for ndim in use.ndims)
+    return (
+        use.outside is not None
+        or any(ndim < -(leaf.cut.dim or 0) for ndim in use.ndims)
+        or (leaf.cut.leading and any(ndim < len(leaf.shape) for ndim in use.ndims))
     )
 
 
@@ -153,16 +174,19 @@ def split_aux(out: Any) -> tuple[Weighted, dict[str, Weighted]]:
 
 
 def _as_weighted(name: str, value: Any) -> Weighted:
-    value = value if isinstance(value, Weighted) else Weighted(value, 1.0)
+    value = value if isinstance(value, Weighted) else Weighted(value, jnp.ones(()))
     for part, x in zip(("", "'s weight"), value, strict=True):
         shape, dtype = jnp.shape(x), jnp.result_type(x)
         if shape != () or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
             raise UserError(
-                f"{name}{part} has shape {shape} and dtype {dtype}; accepted: a scalar, or zerojax.Weighted(total, weight)"
+                f"{name}{part} has shape {shape} and dtype {dtype}; "
+                "accepted: a scalar, or zerojax.Weighted(total, weight)"
             )
     if name == "loss" and not jnp.issubdtype(jnp.result_type(value.total), jnp.floating):
         raise UserError(f"loss has dtype {jnp.result_type(value.total)}; accepted: a floating scalar")
-    return Weighted(jnp.asarray(value.total, jnp.float32), jax.lax.stop_gradient(jnp.asarray(value.weight, jnp.float32)))
+    return Weighted(
+        jnp.asarray(value.total, jnp.float32), jax.lax.stop_gradient(jnp.asarray(value.weight, jnp.float32))
+    )
 
 
 def local_gradients(
@@ -179,26 +203,22 @@ def local_gradients(
     Runs inside `shard_map`: `params` are this device's shards, `batch` its rows. A micro-batch's key is folded from
     the step's key, the micro-batch's number and the device's number along the data axes.
     """
-    stage, leaves, axes = loss.stage, loss.leaves, data_axes(loss.layout.mesh)
+    stage, axes = loss.stage, data_axes(loss.layout.mesh)
     batch = jax.tree.map(lambda x: x.reshape(micro_batches, x.shape[0] // micro_batches, *x.shape[1:]), batch)
     key = jax.random.wrap_key_data(key_data)
     key_of = lambda i: jax.random.fold_in(jax.random.fold_in(key, i), shard_index[0])
     first = jax.tree.map(lambda x: x[0], batch)
 
     # Place 1, between steps, is the state's layout. Place 2: the compute-dtype copy is gathered.
-    gathered = loss.compute_copies(params) if stage.gather is not Gather.AT_USE else None
-    if stage.reduce is Reduce.AT_USE:
-        uses = loss.find_uses(variables, key, first)
-        operands = [p if leaf.cut.dim is not None else p.astype(loss.precision.compute) for leaf, p in zip(leaves, params)]
-        present = lambda operands: loss.at_use(operands, gathered, uses)
-    else:
-        uses = Uses((), remats=False)
-        operands, present = gathered, lambda operands: operands
+    gathered = None if stage.gather is Gather.AT_USE else loss.compute_copies(params)
+    # Place 3: the backward pass reduces a gradient where its parameter was used, if the stage says so.
+    uses = loss.find_uses(variables, key, first) if stage.reduce is Reduce.AT_USE else None
+    operands = gathered if uses is None and gathered is not None else loss.shards(params)
 
     def objective(operands: Sequence[jax.Array], variables: Any, key: jax.Array, batch: Any) -> Any:
-        return loss.run(present(operands), variables, key, batch)
+        model_params = operands if uses is None else loss.at_use(operands, gathered, uses)
+        return loss.run(model_params, variables, key, batch)
 
-    # Place 3: the backward pass reduces a gradient where its parameter was used, if the stage says so.
     gradient = jax.value_and_grad(loss.rematerialised(objective, uses), has_aux=True)
 
     def micro_batch(variables: Any, i: jax.Array | int, batch: Any) -> tuple[Outcome, list[jax.Array]]:
@@ -255,11 +275,15 @@ def mean_over(variables: Any, axes: tuple[str, ...]) -> Any:
 
 
 def local_loss(
-    loss: LocalLoss, params: Sequence[jax.Array], variables: Any, key_data: jax.Array, shard_index: jax.Array, batch: Any
+    loss: LocalLoss,
+    params: Sequence[jax.Array],
+    variables: Any,
+    key_data: jax.Array,
+    shard_index: jax.Array,
+    batch: Any,
 ) -> tuple[Weighted, dict[str, Weighted]]:
     """Loss sums without gradients, over all devices: parameters are gathered where they are used."""
     key = jax.random.fold_in(jax.random.wrap_key_data(key_data), shard_index[0])
     uses = loss.find_uses(variables, key, batch)
-    whole = [p if leaf.cut.dim is not None else p.astype(loss.precision.compute) for leaf, p in zip(loss.leaves, params)]
-    _, outcome = loss.run(loss.at_use(whole, None, uses), variables, key, batch)
+    _, outcome = loss.run(loss.at_use(loss.shards(params), None, uses), variables, key, batch)
     return jax.lax.psum((outcome.loss, outcome.aux), data_axes(loss.layout.mesh))

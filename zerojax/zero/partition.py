@@ -31,6 +31,11 @@ class Cut:
     padded: int = 0
     leading: bool = False
 
+    def axis(self, ndim: int) -> int:
+        """The cut dimension of an array of `ndim` dimensions, counted from its first."""
+        assert self.dim is not None, "a whole leaf has no cut dimension"
+        return self.dim % ndim
+
     def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape in storage of a leaf of `shape`."""
         if self.dim is None:
@@ -48,12 +53,12 @@ class Cut:
         if self.padded == self.size:
             return x
         widths = [(0, 0)] * x.ndim
-        widths[self.dim] = (0, self.padded - self.size)
+        widths[self.axis(x.ndim)] = (0, self.padded - self.size)
         return jnp.pad(x, widths)
 
     def unpad(self, x: jax.Array) -> jax.Array:
         """From the stored shape to the logical one."""
-        return x if self.padded == self.size else jax.lax.slice_in_dim(x, 0, self.size, axis=self.dim % x.ndim)
+        return x if self.padded == self.size else jax.lax.slice_in_dim(x, 0, self.size, axis=self.axis(x.ndim))
 
 
 WHOLE = Cut()

@@ -70,7 +70,7 @@ def _walk(jaxpr: core.Jaxpr, names: dict[core.Var, Use], in_remat: bool) -> bool
         remats |= is_remat
         if eqn.primitive.name == "name" and eqn.params["name"] in (USE, BLOCK_ENTRY):
             if operands[0] is not None:
-                operands[0].ndims.append(eqn.invars[0].aval.ndim)
+                operands[0].ndims.append(eqn.invars[0].aval.ndim)  # type: ignore[attr-defined]
                 operands[0].in_remat.append(in_remat)
             continue
         inner = list(_inner(eqn))
@@ -99,7 +99,7 @@ def _note_outside(operands: Sequence[Use | None], by: str) -> None:
 
 
 def _inner(eqn: core.JaxprEqn) -> Iterator[tuple[core.Jaxpr, slice]]:
-    """The programs inside an operation whose inputs are the operation's, and which of them: none where that is not so."""
+    """The programs inside an operation that take its inputs, and which of these; none where they take others."""
     for value in eqn.params.values():
         for sub in value if isinstance(value, tuple | list) else (value,):
             jaxpr = getattr(sub, "jaxpr", sub)

@@ -1,7 +1,6 @@
 """`Zero`: the settings of sharded training, and what they make."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -141,7 +140,7 @@ class Zero:
         return make_report(
             compiled=compiled,
             state=state,
-            mesh=self.mesh,
+            mesh=state.layout.mesh,
             stage=self.stage,
             precision=self.policy,
             micro_batches=self.micro_batches,
@@ -182,7 +181,8 @@ class Zero:
         shapes = jax.eval_shape(logical, jax.random.key(0))
         if not jax.tree.leaves(shapes["params"]):
             raise UserError("make_model returned a model without floating parameters; accepted: at least one")
-        shards = self.mesh.shape[SHARD_AXIS] if self.row.partitions else 1
+        mesh = as_zero_mesh(self.mesh)
+        shards = mesh.shape[SHARD_AXIS] if self.row.partitions else 1
         cut = lambda field, shape: cut_of(shape, shards if field in ("params", "opt_state") else 1, self.min_shard_size)
         leaves = {
             field: jax.tree_util.tree_map_with_path(
@@ -191,7 +191,7 @@ class Zero:
             for field, tree in shapes.items()
         }
         adapter, dtypes = made[0]
-        layout = Layout(self.mesh, adapter, optimizer, leaves, dtypes)
+        layout = Layout(mesh, adapter, optimizer, leaves, dtypes)
 
         def build(key: jax.Array) -> State:
             return State(**{field: layout.store(field, x) for field, x in logical(key).items()}, layout=layout)
