@@ -8,26 +8,39 @@ import argparse
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import MutableMapping, Sequence
 from typing import Any, NoReturn
 
-from zerojax.errors import UserError
+from zerojax.errors import RunError, UserError
 
 TRAIN = "zerojax.trainer.train"
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
+PATIENCE = 10.0  # seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code: 0, 1 (the run failed), 2 (the user's input is wrong)."""
+    code = _run(argv)
+    jax = sys.modules.get("jax")
+    if code and jax is not None and jax.distributed.is_initialized():
+        # At its end jax waits minutes for the other processes, and these may be waiting for this one.
+        timer = threading.Timer(PATIENCE, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         if arguments.emulate is not None:
             emulate(arguments.emulate, os.environ)
         arguments.run(arguments)
-    except UserError as error:
+    except (UserError, RunError) as error:
         print(f"zerojax: error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         print("zerojax: interrupted", file=sys.stderr)
         return 1

@@ -32,8 +32,8 @@ def make_mesh(
     Raises:
       UserError: if the sizes do not multiply to the number of devices.
 
-    >>> make_mesh(replica=2).shape
-    OrderedDict({'replica': 2, 'data': 4})
+    >>> dict(make_mesh(devices=jax.devices()[:1], tensor=1).shape)  # with 8 devices, replica=2 leaves 4 to "data"
+    {'data': 1, 'tensor': 1}
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = {REPLICA_AXIS: replica, SHARD_AXIS: data, **model_axes}
@@ -44,7 +44,7 @@ def make_mesh(
     if data == -1:
         others = math.prod(size for name, size in sizes.items() if name != SHARD_AXIS)
         sizes[SHARD_AXIS] = len(devices) // others if len(devices) % others == 0 else 0
-    if math.prod(sizes.values()) != len(devices):
+    if not devices or math.prod(sizes.values()) != len(devices):
         asked = " x ".join(f"{name} {'*' if name == SHARD_AXIS and data == -1 else n}" for name, n in sizes.items())
         raise UserError(f"mesh {asked} does not make {len(devices)} devices; accepted: sizes whose product is that")
     if replica == 1:

@@ -1,5 +1,6 @@
 """The dtypes of a training step: what is stored, what is computed with, what is summed."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -59,10 +60,11 @@ class Precision:
 
 
 def _floating(name: str, value: Any) -> np.dtype:
-    try:
-        dtype = jnp.dtype(NAMED.get(value, value) if isinstance(value, str) else value)
-    except TypeError:
-        raise UserError(f"Precision.{name} is {value!r}; accepted: a floating dtype such as 'float32'") from None
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise UserError(f"Precision.{name} is {dtype.name}; accepted: a floating dtype such as 'float32'")
-    return dtype
+    given = repr(value)
+    if value is not None:  # which numpy takes for float64
+        with contextlib.suppress(TypeError):
+            dtype = jnp.dtype(NAMED.get(value, value) if isinstance(value, str) else value)
+            if jnp.issubdtype(dtype, jnp.floating):
+                return dtype
+            given = dtype.name
+    raise UserError(f"Precision.{name} is {given}; accepted: a floating dtype such as 'float32'")

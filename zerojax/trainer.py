@@ -1,5 +1,6 @@
 """A training run from its first step to its last: data, steps, logs, validation, checkpoints."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,9 @@ from flax import nnx
 from zerojax.checkpoint import Checkpoints
 from zerojax.data import TextDataset, bits_per_byte, entropy_baselines, evaluation_batches, loader
 from zerojax.errors import UserError
+from zerojax.mesh import data_parallel_size
 from zerojax.monitor import Progress, RunLogs
+from zerojax.monitor.files import replace_text
 from zerojax.zero import EvalStep, State, Zero
 
 STEPS_IN_FLIGHT = 2  # the host prepares a step while the devices compute the one before, and runs no further ahead
@@ -77,26 +80,35 @@ def train(
 
     Raises:
       UserError: if an argument is out of its range, or `run_dir` is another model's.
-      CheckpointError: if every checkpoint in `run_dir` is damaged, or one cannot be written.
+      RunError: if every checkpoint in `run_dir` is damaged, or a file cannot be written.
     """
-    for name, value in (("steps", steps), ("validate_every", validate_every), ("save_every", save_every)):
-        if value < 1:
-            raise UserError(f"{name} is {value}; accepted: a positive integer")
     zero = zero or Zero()
-    make_model = lambda key: model(rngs=nnx.Rngs(key))
+    counts = {"steps": steps, "validate_every": validate_every, "save_every": save_every, "keep": keep}
+    for name, value in (counts | {"validation_batches": validation_batches}).items():
+        if value is not None and value < 1:
+            raise UserError(f"{name} is {value}; accepted: a positive integer")
+    _check_batch_size(batch_size, zero)
+
+    def make_model(key: jax.Array) -> nnx.Module:
+        return model(rngs=nnx.Rngs(key))
+
     directory = _run_directory(run_dir)
-    with Checkpoints(directory / "checkpoints", keep=keep) as checkpoints:
-        batches = loader(dataset, batch_size, seed=seed)
+    chief = jax.process_index() == 0
+    with (
+        contextlib.closing(loader(dataset, batch_size, seed=seed)) as batches,
+        Checkpoints(directory / "checkpoints", keep=keep) as checkpoints,
+    ):
         state = _start(zero, make_model, optimizer, seed, checkpoints, batches)
         start = int(state.step)
         step_fn = zero.train_step(loss_fn)
         validate = _validation(zero.eval_step(loss_fn), validation, batch_size, validation_batches)
-        chief = jax.process_index() == 0
-        logs = RunLogs(directory, start) if chief else None
-        if chief and config_text is not None:
-            (directory / "config.gin").write_text(config_text, encoding="utf-8")
         figures: dict[str, float] = {}
-        with Progress(steps, start, quiet=not chief) as progress:
+        with (
+            RunLogs(directory, start) if chief else contextlib.nullcontext() as logs,
+            Progress(steps, start, quiet=not chief) as progress,
+        ):
+            if chief and config_text is not None:
+                replace_text(directory / "config.gin", config_text)
             progress.say(_opening(zero, state, steps))
             reader = _Metrics(logs, progress, tokens=batch_size * dataset.length)
             for step in range(start + 1, steps + 1):
@@ -111,7 +123,7 @@ def train(
                             logs.write("validation", step, figures)
                     reader.restart_clock()
                 if step % save_every == 0 or step == steps:
-                    reader.drain()
+                    reader.drain()  # the logs are never behind a checkpoint
                     checkpoints.save(state, {"data": batches.get_state()})
                     reader.restart_clock()
             if start >= steps:
@@ -119,10 +131,16 @@ def train(
                 figures = validate(state)
             if figures and validation is not None:
                 progress.say(_comparison(figures, dataset, validation))
-        if logs:
-            logs.close()
-        batches.close()
     return Summary(max(start, steps), figures, state)
+
+
+def _check_batch_size(batch_size: int, zero: Zero) -> None:
+    devices = data_parallel_size(zero.mesh)
+    if batch_size < 1 or batch_size % (devices * zero.micro_batches):
+        raise UserError(
+            f"batch_size is {batch_size}; accepted: a multiple of {devices * zero.micro_batches} "
+            f"({devices} data-parallel devices x {zero.micro_batches} micro-batches)"
+        )
 
 
 def _run_directory(run_dir: str) -> Path:
@@ -130,7 +148,7 @@ def _run_directory(run_dir: str) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"run_dir is {run_dir!r}: {error.strerror}; accepted: a directory that can be written") from None
+        raise UserError(f"run_dir is {run_dir!r}: {error.strerror}; accepted: a directory, or a path for one") from None
     return directory
 
 

@@ -75,7 +75,7 @@ def test_a_call_without_a_needed_value(read):
 def test_values_of_an_outer_scope_count_and_references_without_a_call_may_lack_some(read):
     masked = "masked.inner = @adamw()\nmasked.mask = True\n"
     read(FAST + masked + "chain.transforms = [@fast/masked()]\n").check_call("optax.chain")
-    read(masked.replace("()", "")).check_call("optax.masked")
+    read("loader.dataset = @adamw\nloader.batch_size = 8\n").check_call("zerojax.data.loader")
 
 
 def test_an_error_of_a_constructor_gets_the_place_of_its_value(read):
@@ -89,3 +89,19 @@ def test_an_error_of_a_constructor_gets_the_place_of_its_value(read):
 def test_an_error_that_speaks_of_no_value_stays_as_it_is(read):
     config = read("Zero.stage = 1\n")
     assert str(config.located(UserError("7 does not divide\n  In call to ..."))) == "7 does not divide"
+
+
+def test_a_function_where_its_result_is_wanted(read):
+    with pytest.raises(UserError) as error:
+        read("train.optimizer = @adamw\n")
+    assert str(error.value) == (
+        "a.gin:1: train.optimizer = @adamw: expected GradientTransformation; @adamw() calls it"
+    )
+    read("train.model = @GPT\nadamw.learning_rate = @linear_schedule\n")  # functions are wanted here
+
+
+def test_a_complaint_about_a_macro_s_value_belongs_where_the_macro_is(read):
+    config = read("TEXT = 'nowhere.txt'\ntext_dataset.source = %TEXT\n")
+    with pytest.raises(UserError) as error:
+        configured("text_dataset")()
+    assert str(config.located(error.value)).startswith("a.gin:1: source='nowhere.txt' matches no file")

@@ -8,9 +8,11 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import get_opaque_trace_state
 
+from zerojax.adapters.regather import all_but_gathered
+
 F = TypeVar("F", bound=Callable[..., Any])
 
-BLOCK_ENTRY = "zerojax.block"
+USE = "zerojax.use"
 
 
 @jax.tree_util.register_pytree_node_class
@@ -20,8 +22,9 @@ class Deferred:
     As a pytree it passes through `scan`, `remat` and `vmap` like an array, its parts sliced like one.
     """
 
-    def __init__(self, parts: tuple[jax.Array, ...], make: Callable[..., jax.Array]):
-        self.parts, self.make = parts, make
+    def __init__(self, parts: tuple[jax.Array, ...], make: Callable[..., jax.Array], regathers: bool = False):
+        """`regathers`: whether a `block` that reads it makes it anew for its backward pass instead of keeping it."""
+        self.parts, self.make, self.regathers = parts, make, regathers
         self._memo: tuple[Any, jax.Array] | None = None
 
     def read(self) -> jax.Array:
@@ -51,12 +54,18 @@ class Deferred:
     def _abstract(self) -> jax.ShapeDtypeStruct:
         return jax.eval_shape(self.make, *self.parts)
 
-    def tree_flatten(self) -> tuple[tuple[jax.Array, ...], Callable[..., jax.Array]]:
-        return self.parts, self.make
+    def __getattr__(self, name: str) -> Any:
+        # NNX looks an array's attributes up in the raw value, as in `self.kernel.T`.
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.read(), name)
+
+    def tree_flatten(self) -> tuple[tuple[jax.Array, ...], tuple[Callable[..., jax.Array], bool]]:
+        return self.parts, (self.make, self.regathers)
 
     @classmethod
-    def tree_unflatten(cls, make: Callable[..., jax.Array], parts: tuple[jax.Array, ...]) -> "Deferred":
-        return cls(parts, make)
+    def tree_unflatten(cls, static: tuple[Callable[..., jax.Array], bool], parts: tuple[jax.Array, ...]) -> "Deferred":
+        return cls(parts, *static)
 
 
 def is_deferred(x: Any) -> bool:
@@ -71,8 +80,9 @@ def block(function: F) -> F:
     """Marks the function of a layer: the parameters among its arguments are gathered when it is entered.
 
     For models that are plain functions over pytrees. With stage 3, a layer's parameters then exist whole only while
-    the layer runs; parameters that enter no block are gathered when the model is entered. Under `jax.checkpoint` the
-    block stands inside: `jax.checkpoint(zerojax.block(layer))`, so that the backward pass gathers again.
+    the layer runs, forward and again backward; parameters that enter no block are gathered when the model is entered.
+    The block keeps what the layer computes for the backward pass; to have that computed again too, put
+    `jax.checkpoint` around it: `jax.checkpoint(zerojax.block(layer))`.
 
     >>> import jax.numpy as jnp
     >>> @block
@@ -84,12 +94,34 @@ def block(function: F) -> F:
 
     @functools.wraps(function)
     def entered(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = jax.tree.map(_enter, (args, kwargs), is_leaf=is_deferred)
-        return function(*args, **kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_deferred)
+        traced = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array | Deferred)}
+
+        def run(traced: dict[int, Any]) -> Any:
+            enter = lambda x: mark_use(x) if isinstance(x, jax.Array) else read(x)
+            args, kwargs = jax.tree.unflatten(tree, [enter(traced.get(i, x)) for i, x in enumerate(leaves)])
+            return function(*args, **kwargs)
+
+        sizes = {x.size for x in traced.values() if is_deferred(x) and x.regathers}
+        return (jax.checkpoint(run, policy=all_but_gathered(sizes)) if sizes else run)(traced)
 
     return entered  # type: ignore[return-value]
 
 
-def _enter(x: Any) -> Any:
-    # The name marks the entry in the traced program, for the search for uses; it costs nothing when compiled.
-    return checkpoint_name(x, BLOCK_ENTRY) if isinstance(x, jax.Array) else read(x)
+def mark_use(x: jax.Array) -> jax.Array:
+    """`x`, its use and the shape it has there named in the traced program, for the search for uses.
+
+    A name, since traces are cached: what a search would note on the side, a cached trace would not tell again. It costs
+    nothing when compiled.
+    """
+    return checkpoint_name(x, f"{USE} {'x'.join(map(str, x.shape))}")
+
+
+def marked_shape(name: str) -> tuple[int, ...] | None:
+    """The shape in a name that `mark_use` has given, `None` for other names.
+
+    >>> marked_shape("zerojax.use 4x16"), marked_shape("zerojax.use "), marked_shape("attention")
+    ((4, 16), (), None)
+    """
+    kind, _, shape = name.partition(" ")
+    return tuple(int(n) for n in shape.split("x") if n) if kind == USE else None

@@ -11,6 +11,8 @@ from flax import nnx
 from zerojax.adapters.adapter import Parts, is_trainable
 from zerojax.adapters.deferred import is_deferred
 
+STREAMS_SALT = 0x6E6E78  # keeps a module's streams apart from what a loss function folds from the key it is given
+
 
 class _ReadAtUse:
     """Mixed into a type of variable: reading a value that is deferred makes it."""
@@ -101,6 +103,7 @@ def _with_value(variable: nnx.Variable, value: Any) -> nnx.Variable:
 
 def _seed(rngs: nnx.State, rng: jax.Array) -> nnx.State:
     """Random streams that start from `rng`: each key of its own, each count zero."""
+    rng = jax.random.fold_in(rng, STREAMS_SALT)
 
     def seeded(i: int, variable: nnx.Variable) -> nnx.Variable:
         value = variable.get_raw_value()

@@ -3,11 +3,13 @@
 import shutil
 from pathlib import Path
 
+from zerojax.errors import RunError
+
 # How the operating system says that a file system or a quota is full, in whatever exception it arrives.
 _FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunError):
     """A checkpoint could not be written, or none could be read: one line that names the directory and the fault."""
 
 

@@ -92,7 +92,12 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            _log.error("%s", failure)  # what ended the program is told by the error itself
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, in order."""

@@ -23,6 +23,15 @@ def save(path: str | os.PathLike[str], state: Any, *, extra: Mapping[str, Any] |
     Raises:
       UserError: if there is something at `path`.
       CheckpointError: if the checkpoint cannot be written; then there is nothing at `path`.
+
+    >>> import tempfile, jax.numpy as jnp, optax, zerojax
+    >>> make_model, optimizer = lambda rng: {"w": jnp.ones((64, 32))}, optax.sgd(0.1)
+    >>> path = Path(tempfile.mkdtemp(), "checkpoint")
+    >>> save(path, zerojax.Zero(stage=3).init(make_model, optimizer), extra={"epoch": 3})
+    >>> restore(path, zerojax.Zero(stage=0), make_model, optimizer).params["w"].sharding.is_fully_replicated
+    True
+    >>> load_extra(path)
+    {'epoch': 3}
     """
     target = Path(path).absolute()
     if not from_primary(lambda: _is_free(target)):

@@ -65,11 +65,17 @@ class Config:
                 self._check_reference(reference, binding)
             value = self._without_macros(binding.value)
             parameter = parameters(binding.selector).get(binding.parameter)
-            if isinstance(value, Reference) or parameter is None or parameter.annotation is parameter.empty:
+            if parameter is None or parameter.annotation is parameter.empty:
                 continue
-            if not fits(value, parameter.annotation):
+            if not isinstance(value, Reference):
+                given, written, hint = value, repr(value), ""
+            elif value.evaluate:  # what it returns is known when it is called
+                continue
+            else:
+                given, written, hint = value.configurable.wrapper, f"@{value.selector}", f"; @{value.selector}() calls it"
+            if not fits(given, parameter.annotation):
                 accepted = describe(parameter.annotation)
-                raise UserError(f"{binding.place}: {binding} = {value!r}: expected {accepted}")
+                raise UserError(f"{binding.place}: {binding} = {written}: expected {accepted}{hint}")
 
     def check_call(self, selector: str, given: Collection[str] = ()) -> None:
         """Raises a UserError where the run of ``selector`` lacks a value, those ``given`` by its caller aside."""
@@ -86,9 +92,10 @@ class Config:
         called = re.search(r"In call to configurable '(\w+)'", str(error))
         words = set(re.findall(r"\w+", message))
         for binding in self.bindings.values():
-            spoken_of = binding.parameter in words and str(binding.value) in message
+            written = self._written(binding)
+            spoken_of = binding.parameter in words and str(written.value) in message
             if called and called[1] == short(binding.selector) and spoken_of:
-                return UserError(f"{binding.place}: {message}")
+                return UserError(f"{written.place}: {message}")
         return UserError(message)
 
     def resolved(self, selector: str, given: Collection[str] = ()) -> str:
@@ -145,6 +152,13 @@ class Config:
             raise UserError(f"{binding.place}: {binding} = %{name}: no such macro{nearest(name, macros)}")
         if selector == "gin.constant" and name == "gin.REQUIRED":
             raise UserError(f"{binding.place}: {binding} has no value: give one in the file or with --set")
+
+    def _written(self, binding: Binding) -> Binding:
+        """The binding itself, or that of the macro that it takes its value from."""
+        value = binding.value
+        if isinstance(value, Reference) and value.configurable.selector == MACRO:
+            return self._written(self.bindings["/".join(value.scopes), MACRO, "value"])
+        return binding
 
     def _without_macros(self, value: Any) -> Any:
         if isinstance(value, Reference) and value.configurable.selector == MACRO:

@@ -32,13 +32,13 @@ def _negative_log_likelihood(logits: jax.Array, targets: jax.Array) -> jax.Array
     return _nll_forward(logits, targets)[0]
 
 
-def _nll_forward(logits, targets):
+def _nll_forward(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     normaliser = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return normaliser - picked.astype(jnp.float32), (logits, targets, normaliser)
 
 
-def _nll_backward(kept, ct):
+def _nll_backward(kept: tuple[jax.Array, jax.Array, jax.Array], ct: jax.Array) -> tuple[jax.Array, None]:
     logits, targets, normaliser = kept
     probabilities = jnp.exp(logits.astype(jnp.float32) - normaliser[..., None])
     hit = jnp.arange(logits.shape[-1]) == targets[..., None]

@@ -7,8 +7,9 @@ from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar
-from rich.progress import TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Column
 
 PLAIN_INTERVAL = 10.0  # seconds between lines where there is no terminal
 
@@ -31,17 +32,20 @@ class Progress:
         self._total, self._start, self._quiet = total, start, quiet
         self._file = file or sys.stdout
         self._began = self._last = time.monotonic()
-        console = Console(file=self._file)
+        # Asked here, since rich lets variables such as FORCE_COLOR make a terminal of a pipe.
+        terminal = self._file.isatty()
+        console = Console(file=self._file, force_terminal=terminal)
         self._bar: Bar | None = None
-        if console.is_terminal and not quiet:
+        if terminal and not console.is_dumb_terminal and not quiet:
             self._bar = Bar(
                 TextColumn("step"),
                 MofNCompleteColumn(),
-                BarColumn(),
+                BarColumn(bar_width=None, table_column=Column(ratio=1)),  # what the words leave
                 TextColumn("{task.fields[figures]}"),
                 TimeRemainingColumn(),
                 TextColumn("left"),
                 console=console,
+                expand=True,
             )
             self._task = self._bar.add_task("train", total=total, completed=start, figures="")
 
@@ -54,13 +58,13 @@ class Progress:
             now = time.monotonic()
             if step == self._total or now - self._last >= PLAIN_INTERVAL:
                 self._last = now
-                left = (now - self._began) / max(step - self._start, 1) * (self._total - step)
+                left = (now - self._began) / (step - self._start) * (self._total - step)
                 self.say(f"step {step}/{self._total}  {figures}  {_clock(left)} left")
 
     def say(self, line: str) -> None:
         """Writes a line above the bar."""
         if self._bar is not None:
-            self._bar.console.print(line, highlight=False, markup=False)
+            self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
         elif not self._quiet:
             print(line, file=self._file, flush=True)
 
@@ -69,7 +73,9 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
 

@@ -3,17 +3,32 @@
 Each function runs inside a `shard_map` that is manual over the data axes and sees one device's part of a leaf.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from zerojax.adapters.regather import GATHERED
+from zerojax.errors import UserError
 from zerojax.mesh import SHARD_AXIS
 from zerojax.zero.partition import Cut
 
-GATHERED = "zerojax.gathered"
+_loss_runs = contextvars.ContextVar("loss_runs", default=False)
+
+
+@contextlib.contextmanager
+def loss_running() -> Iterator[None]:
+    """While the loss function runs, no gradient of a shard may be asked for: it would be one of all devices' losses."""
+    token = _loss_runs.set(True)
+    try:
+        yield
+    finally:
+        _loss_runs.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +94,20 @@ def _empty_like(shard: jax.Array) -> jax.Array:
     return jnp.zeros((0,), shard.dtype)
 
 
+def _scattered(point: Point, like: jax.Array, gradient: jax.Array) -> jax.Array:
+    if _loss_runs.get():
+        raise UserError(
+            "loss_fn itself takes a gradient with respect to parameters that are in shards; accepted: stage 0 or 1, "
+            "or gradients with respect to arrays made from the parameters"
+        )
+    return point.scatter(gradient).astype(like.dtype)
+
+
 _gather_at_use.defvjp(
     lambda point, shard: (point.gather(shard), _empty_like(shard)),
-    lambda point, like, gradient: (point.scatter(gradient).astype(like.dtype),),
+    lambda point, like, gradient: (_scattered(point, like, gradient),),
 )
 _use_gathered.defvjp(
     lambda point, shard, whole: (whole, _empty_like(shard)),
-    lambda point, like, gradient: (point.scatter(gradient).astype(like.dtype), None),
+    lambda point, like, gradient: (_scattered(point, like, gradient), None),
 )

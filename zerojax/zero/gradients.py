@@ -10,27 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.adapters import Adapter, Deferred
+from zerojax.adapters.regather import all_but_gathered
 from zerojax.errors import UserError
 from zerojax.mesh import REPLICA_AXIS, data_axes
 from zerojax.precision import Precision
 from zerojax.weighted import Weighted
-from zerojax.zero.gather import GATHERED, GatherAtUse, Point, UseGathered
+from zerojax.zero.gather import GatherAtUse, Point, UseGathered, loss_running
 from zerojax.zero.partition import Leaf
 from zerojax.zero.stages import Gather, Reduce, Stage
 from zerojax.zero.state import Layout
 from zerojax.zero.uses import MarkUse, Uses, find_uses
-
-# Operations that only lay a gathered parameter out anew: to save their result would be to save the parameter.
-LAYOUT_OPERATIONS = {
-    "reshape",
-    "transpose",
-    "convert_element_type",
-    "squeeze",
-    "broadcast_in_dim",
-    "slice",
-    "copy",
-    "name",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +72,8 @@ class LocalLoss:
             if leaf.cut.dim is None:
                 return operand
             if gathered is None:
-                deferred = Deferred((operand,), GatherAtUse(self.point(leaf)))
+                regathers = not any(uses.params[i].in_remat)
+                deferred = Deferred((operand,), GatherAtUse(self.point(leaf)), regathers)
             else:
                 deferred = Deferred((operand, gathered[i]), UseGathered(self.point(leaf)))
             return deferred.read() if on_entry(leaf, uses, i) else deferred
@@ -95,7 +85,8 @@ class LocalLoss:
         adapter = self.layout.adapter
         tree = jax.tree.unflatten(jax.tree.structure(self.layout.leaves["params"]), params)
         model = adapter.join(tree, variables, key, training=self.training)
-        loss, aux = split_aux(self.loss_fn(model, batch, key))
+        with loss_running():
+            loss, aux = split_aux(self.loss_fn(model, batch, key))
         return loss.total, Outcome(loss, aux, adapter.variables(model))
 
     def find_uses(self, variables: Any, key: jax.Array, batch: Any) -> Uses:
@@ -113,22 +104,15 @@ class LocalLoss:
     def rematerialised(self, function: Callable[..., Any], uses: Uses | None) -> Callable[..., Any]:
         """`function` under the policy asked for; at stage 3 what was gathered is gathered again in the backward pass.
 
-        A model that rematerialises by itself has its gather points inside and does so already; a policy around it
-        would take precedence over its own and keep what it drops.
+        A block sees to that itself. So does a model that rematerialises: its gather points are inside, and a policy
+        around it would take precedence over its own and keep what it drops.
         """
-        regather = self.stage.gather is Gather.AT_USE and uses is not None and not uses.remats
+        finds_uses = self.layout.adapter.finds_uses
+        regather = self.stage.gather is Gather.AT_USE and finds_uses and uses is not None and not uses.remats
         if self.remat is None and not regather:
             return function
-        sizes = gathered_sizes(self.leaves, uses) if uses is not None else set()
-
-        def policy(prim: Any, *avals: Any, **params: Any) -> bool:
-            if prim.name == "all_gather" or params.get("name") == GATHERED:
-                return False
-            if prim.name in LAYOUT_OPERATIONS and avals[0].size in sizes:
-                return False
-            return self.remat is None or self.remat(prim, *avals, **params)
-
-        return jax.checkpoint(function, policy=policy)
+        sizes = gathered_sizes(self.leaves, uses) if regather and uses is not None else set()
+        return jax.checkpoint(function, policy=all_but_gathered(sizes, self.remat))
 
 
 def gathered_sizes(leaves: Sequence[Leaf], uses: Uses) -> set[int]:
@@ -136,7 +120,7 @@ def gathered_sizes(leaves: Sequence[Leaf], uses: Uses) -> set[int]:
     return {
         math.prod(shape[-ndim:])
         for leaf, use in zip(leaves, uses.params, strict=True)
-        for ndim in (*use.ndims, len(leaf.shape))
+        for ndim in (*map(len, use.shapes), len(leaf.shape))
         for shape in (leaf.shape, leaf.stored_shape)
         if leaf.cut.dim is not None
     }
@@ -145,11 +129,7 @@ def gathered_sizes(leaves: Sequence[Leaf], uses: Uses) -> set[int]:
 def on_entry(leaf: Leaf, uses: Uses, i: int) -> bool:
     """Whether a cut leaf has to be whole before the model runs, since something other than a gather point sees it."""
     use = uses.params[i]
-    return (
-        use.outside is not None
-        or any(ndim < -(leaf.cut.dim or 0) for ndim in use.ndims)
-        or (leaf.cut.leading and any(ndim < len(leaf.shape) for ndim in use.ndims))
-    )
+    return use.outside is not None or any(not leaf.cut.survives(leaf.shape, seen) for seen in use.shapes)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["loss", "aux", "variables"], meta_fields=[])

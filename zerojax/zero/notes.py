@@ -18,11 +18,11 @@ def leaf_notes(layout: Layout, stage: Stage, uses: Uses | None, min_shard_size: 
     return [
         LeafNote(leaf.name, leaf.shape, leaf.size * leaf.dtype.itemsize, "; ".join(said))
         for i, leaf in enumerate(layout.param_leaves)
-        if (said := list(_notes(i, leaf, stage, uses, min_shard_size)))
+        if (said := list(_notes(i, leaf, layout, stage, uses, min_shard_size)))
     ]
 
 
-def _notes(i: int, leaf: Leaf, stage: Stage, uses: Uses | None, min_shard_size: int) -> Iterator[str]:
+def _notes(i: int, leaf: Leaf, layout: Layout, stage: Stage, uses: Uses | None, min_shard_size: int) -> Iterator[str]:
     if leaf.cut.dim is None:
         yield f"kept whole: fewer than {min_shard_size} elements"
         return
@@ -36,3 +36,5 @@ def _notes(i: int, leaf: Leaf, stage: Stage, uses: Uses | None, min_shard_size: 
         yield f"gathered when the model is entered: {why}"
     elif uses.remats and not all(use.in_remat):
         yield "gathered outside of the model's remat: whole from its use to its gradient"
+    elif layout.adapter.finds_uses and not uses.remats and any(len(shape) < len(leaf.shape) for shape in use.shapes):
+        yield "gathered again for all layers at once in the backward pass: the layers have no remat of their own"

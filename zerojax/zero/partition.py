@@ -23,13 +23,11 @@ class Cut:
         `None` if the leaf is whole on every device.
       size: length of that dimension.
       padded: its length in storage, the next multiple of the number of devices; the rest holds zeros.
-      leading: whether that is the first of several dimensions.
     """
 
     dim: int | None = None
     size: int = 0
     padded: int = 0
-    leading: bool = False
 
     def axis(self, ndim: int) -> int:
         """The cut dimension of an array of `ndim` dimensions, counted from its first."""
@@ -47,6 +45,11 @@ class Cut:
         if self.dim is None:
             return PartitionSpec()
         return PartitionSpec(*(SHARD_AXIS if i == ndim + self.dim else None for i in range(ndim)))
+
+    def survives(self, shape: tuple[int, ...], seen: tuple[int, ...]) -> bool:
+        """Whether the cut of a leaf of `shape` is a cut of what a layer has `seen` of it: all, or one turn of a scan."""
+        shared = min(len(shape), len(seen))
+        return self.dim is None or (-self.dim <= shared and shape[len(shape) - shared :] == seen[len(seen) - shared :])
 
     def pad(self, x: jax.Array) -> jax.Array:
         """From the logical shape to the stored one."""
@@ -71,7 +74,7 @@ def cut_of(shape: tuple[int, ...], shards: int, min_shard_size: int) -> Cut:
     one that wastes least is padded. Leaves with fewer than `min_shard_size` elements stay whole.
 
     >>> cut_of((4, 256, 1024), shards=8, min_shard_size=1024)
-    Cut(dim=-1, size=1024, padded=1024, leading=False)
+    Cut(dim=-1, size=1024, padded=1024)
     >>> cut_of((30, 1001), shards=8, min_shard_size=1024).stored((30, 1001))
     (30, 1008)
     >>> cut_of((255,), shards=8, min_shard_size=1024).dim is None
@@ -85,7 +88,7 @@ def cut_of(shape: tuple[int, ...], shards: int, min_shard_size: int) -> Cut:
         return waste + (LEADING_DIM_COST if i == 0 and len(shape) > 1 else 0.0), -shape[i], -i
 
     i = min(range(len(shape)), key=cost)
-    return Cut(i - len(shape), shape[i], math.ceil(shape[i] / shards) * shards, leading=i == 0 and len(shape) > 1)
+    return Cut(i - len(shape), shape[i], math.ceil(shape[i] / shards) * shards)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The compiled steps: one program each for training and evaluation."""
 
+import collections
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from zerojax.zero.zero import Zero
 
 METRICS = ("loss", "grad_norm", "loss_scale", "skipped", "step")
+EMULATED_STEPS_IN_FLIGHT = 2
 EVALUATION_SALT = 0x65766C  # keeps the randomness of an evaluation apart from the training step's
 
 
@@ -37,9 +39,20 @@ class Step:
         self.zero, self.loss_fn = zero, loss_fn
         self.jitted = functools.cache(self._jit)
         self.uses: dict[Layout, Uses] = {}
+        self._in_flight: collections.deque[jax.Array] = collections.deque()
 
     def __call__(self, state: State, batch: Any) -> Any:
-        return self.jitted(state.layout)(state, self.place(state.layout, batch))
+        out = self.jitted(state.layout)(state, self.place(state.layout, batch))
+        self._pace(state.layout, out)
+        return out
+
+    def _pace(self, layout: Layout, out: Any) -> None:
+        """Lets few steps be in flight on emulated devices, where nothing else does and XLA's collectives lock up when
+        many are; accelerators queue steps by themselves, and no call waits there."""
+        if layout.mesh.size > 1 and layout.mesh.devices.flat[0].platform == "cpu":
+            self._in_flight.append(jax.tree.leaves(out)[-1])
+            if len(self._in_flight) > EMULATED_STEPS_IN_FLIGHT:
+                jax.block_until_ready(self._in_flight.popleft())
 
     def lower(self, state: State, batch: Any) -> jax.stages.Lowered:
         """As `jax.jit(...).lower`; state and batch may be of `jax.ShapeDtypeStruct`s."""

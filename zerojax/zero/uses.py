@@ -5,16 +5,19 @@ A partitioned parameter may stay in shards until a layer uses it only if nothing
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from zerojax.adapters import BLOCK_ENTRY
+from zerojax.adapters import mark_use, marked_shape
 
-USE = "zerojax.use"
+# A parameter that goes into one of these counts as used there. Devices may choose another branch or number of turns than
+# their neighbours, and collectives inside would wait for devices that never come; a custom derivative may hand out the
+# gradient of a whole parameter.
+OPAQUE = {"cond", "while", "custom_jvp_call", "custom_vjp_call"}
 
 
 @dataclasses.dataclass
@@ -22,12 +25,12 @@ class Use:
     """How one parameter is used.
 
     Attributes:
-      ndims: the number of dimensions that each gather point sees; fewer than the parameter has under a scan or vmap.
+      shapes: the shape that each gather point sees; without the leading dimensions that a scan or vmap walks along.
       in_remat: whether each of them lies inside a `jax.checkpoint` of the model's own.
       outside: the name of an operation that takes the parameter outside of a gather point, or `None`.
     """
 
-    ndims: list[int] = dataclasses.field(default_factory=list)
+    shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     in_remat: list[bool] = dataclasses.field(default_factory=list)
     outside: str | None = None
 
@@ -45,7 +48,7 @@ class MarkUse:
     """Stands at a gather point in the search: names the parameter there and leaves it as it is."""
 
     def __call__(self, whole: jax.Array) -> jax.Array:
-        return checkpoint_name(whole, USE)
+        return mark_use(whole)
 
 
 def find_uses(loss: Callable[[Sequence[jax.Array]], Any], params: Sequence[jax.ShapeDtypeStruct]) -> Uses:
@@ -66,25 +69,26 @@ def _walk(jaxpr: core.Jaxpr, names: dict[core.Var, Use], in_remat: bool) -> bool
     remats = False
     for eqn in jaxpr.eqns:
         operands = _named(eqn.invars, names)
-        is_remat = eqn.primitive.name in ("checkpoint", "remat", "remat2")
-        remats |= is_remat
-        if eqn.primitive.name == "name" and eqn.params["name"] in (USE, BLOCK_ENTRY):
+        name = eqn.primitive.name
+        seen = marked_shape(eqn.params["name"]) if name == "name" else None
+        if seen is not None:
             if operands[0] is not None:
-                operands[0].ndims.append(eqn.invars[0].aval.ndim)  # type: ignore[attr-defined]
-                operands[0].in_remat.append(in_remat)
+                _note_use(operands[0], seen, eqn.invars[0].aval.shape, in_remat)
             continue
-        inner = list(_inner(eqn))
-        for sub, taken in inner:
-            within = {v: use for v, use in zip(sub.invars, operands[taken], strict=True) if use is not None}
-            remats |= _walk(sub, within, in_remat or is_remat)
+        is_remat = name in ("checkpoint", "remat", "remat2")
+        programs = [program for program in map(_program, jax.tree.leaves(list(eqn.params.values()))) if program]
+        if len(programs) == 1 and len(programs[0].invars) == len(eqn.invars) and name not in OPAQUE:
+            (inner,) = programs
+            within = {v: use for v, use in zip(inner.invars, operands, strict=True) if use is not None}
+            remats |= _walk(inner, within, in_remat or is_remat) or is_remat
             # A layer may hand its parameters on, as a scan of an NNX module does.
-            returned = _named(sub.outvars, within)
-            if len(returned) == len(eqn.outvars):
-                names.update({v: use for v, use in zip(eqn.outvars, returned, strict=True) if use is not None})
-            else:
-                _note_outside(returned, eqn.primitive.name)
-        if not inner:
-            _note_outside(operands, eqn.primitive.name)
+            returned = _named(inner.outvars, within)
+            names.update({v: use for v, use in zip(eqn.outvars, returned, strict=True) if use is not None})
+            if name == "scan":
+                _note_changed(eqn, inner, operands, returned)
+        else:
+            remats |= is_remat or any(_walk(program, {}, in_remat) for program in programs)
+            _note_outside(operands, name)
     return remats
 
 
@@ -98,12 +102,26 @@ def _note_outside(operands: Sequence[Use | None], by: str) -> None:
             use.outside = use.outside or by
 
 
-def _inner(eqn: core.JaxprEqn) -> Iterator[tuple[core.Jaxpr, slice]]:
-    """The programs inside an operation that take its inputs, and which of these; none where they take others."""
-    for value in eqn.params.values():
-        for sub in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(sub, "jaxpr", sub)
-            if isinstance(jaxpr, core.Jaxpr):
-                skip = len(eqn.invars) - len(jaxpr.invars)
-                if skip in (0, 1):  # 1: the index of a `cond`
-                    yield jaxpr, slice(skip, None)
+def _note_use(use: Use, seen: tuple[int, ...], given: tuple[int, ...], in_remat: bool) -> None:
+    """A use at a gather point that sees an array of shape `seen`, which is `given` without what vmaps walk along."""
+    ways = {kept for kept in itertools.combinations(range(len(given)), len(seen)) if seen == tuple(given[i] for i in kept)}
+    if ways != {tuple(range(len(given) - len(seen), len(given)))}:
+        _note_outside([use], "vmap")
+    use.shapes.append(seen)
+    use.in_remat.append(in_remat)
+
+
+def _note_changed(eqn: core.JaxprEqn, body: core.Jaxpr, operands: list[Use | None], returned: list[Use | None]) -> None:
+    """Parameters that a scan carries and that do not stay themselves, or become so only inside."""
+    sliced = lambda outer, inner: outer.aval.shape != inner.aval.shape
+    n_slices = sum(sliced(a, b) for a, b in zip(eqn.invars, body.invars, strict=True))
+    n_carried = sum(not sliced(a, b) for a, b in zip(eqn.outvars, body.outvars, strict=True))
+    first = len(operands) - n_slices - n_carried
+    for before, after in zip(operands[first : first + n_carried], returned[:n_carried], strict=True):
+        if before is not after:
+            _note_outside([before, after], "scan")
+
+
+def _program(value: Any) -> core.Jaxpr | None:
+    jaxpr = getattr(value, "jaxpr", value)
+    return jaxpr if isinstance(jaxpr, core.Jaxpr) else None

@@ -91,8 +91,7 @@ class Zero:
         Raises:
           UserError: if the model has no floating parameters or the optimizer is no optax transformation.
         """
-        layout, build = self._plan(make_model, optimizer)
-        return jax.jit(build, out_shardings=layout.shardings)(jax.random.key(seed))
+        return self._init(make_model, optimizer)(jax.random.key(seed))
 
     def abstract_state(self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation) -> State:
         """The state that `init` would make, as `jax.ShapeDtypeStruct`s with shardings; nothing is allocated."""
@@ -153,6 +152,11 @@ class Zero:
             return jax.tree.map(lambda x, dtype: x.astype(dtype), params, layout.model_dtypes), variables
 
         return jax.jit(whole, out_shardings=NamedSharding(layout.mesh, PartitionSpec()))
+
+    def _init(self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation) -> Any:
+        """The compiled function of a key that builds a state."""
+        layout, build = self._plan(make_model, optimizer)
+        return jax.jit(build, out_shardings=layout.shardings)
 
     def _plan(
         self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation
