@@ -1,4 +1,4 @@
-"""One process of a run of several: the reference's steps through the Python interface, each with its share of a batch."""
+"""One process of two: the reference's steps through the Python interface, with this process's share of each batch."""
 
 import sys
 

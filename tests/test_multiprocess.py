@@ -72,7 +72,7 @@ def test_the_python_interface_equals_a_plain_loop(tmp_path):
 
 def test_every_process_tells_of_wrong_input(tmp_path):
     outputs = run_pair(runs.write_config(tmp_path), tmp_path / "run", "train.batch_size=12")
-    for code, output, errors in outputs:
+    for code, _, errors in outputs:
         assert code == 2
         assert "batch_size is 12; accepted: a multiple of 8" in errors
     assert not (tmp_path / "run").exists()

@@ -143,7 +143,7 @@ MESH = "Zero.mesh=@make_mesh()"
         (("Zero.micro_batches=3",), "CONFIG:5: batch_size is 16; accepted: a multiple of 24"),
         (("text_dataset.source='nowhere'",), "--set text_dataset.source='nowhere': source='nowhere' matches no file"),
         (("GPT.dim=24",), "checkpoint RUN/checkpoints/step_00000024 is of another model or optimizer: opt_state/"),
-        (("train.batch_size=32",), "--set train.batch_size=32: the saved data position belongs to other data: batch_size is 32 and was 16"),
+        (("train.batch_size=32",), "--set train.batch_size=32: the saved data position belongs to other data: "),
     ],
 )
 def test_wrong_input_is_one_line_and_changes_nothing(config, uninterrupted, capsys, settings, message):

@@ -14,7 +14,7 @@ from flax import nnx
 from zerojax.checkpoint import Checkpoints
 from zerojax.data import TextDataset, bits_per_byte, entropy_baselines, evaluation_batches, loader
 from zerojax.errors import UserError
-from zerojax.mesh import data_parallel_size
+from zerojax.mesh import as_zero_mesh, data_parallel_size
 from zerojax.monitor import Progress, RunLogs
 from zerojax.monitor.files import replace_text
 from zerojax.zero import EvalStep, State, Zero
@@ -135,7 +135,7 @@ def train(
 
 
 def _check_batch_size(batch_size: int, zero: Zero) -> None:
-    devices = data_parallel_size(zero.mesh)
+    devices = data_parallel_size(as_zero_mesh(zero.mesh))
     if batch_size < 1 or batch_size % (devices * zero.micro_batches):
         raise UserError(
             f"batch_size is {batch_size}; accepted: a multiple of {devices * zero.micro_batches} "
@@ -219,7 +219,7 @@ class _Metrics:
 
 def _opening(zero: Zero, state: State, steps: int) -> str:
     parameters = sum(leaf.size for leaf in state.layout.param_leaves)
-    mesh = " x ".join(f"{name} {size}" for name, size in zero.mesh.shape.items())
+    mesh = " x ".join(f"{name} {size}" for name, size in state.layout.mesh.shape.items())
     begin = int(state.step)
     resumed = f"going on from step {begin}" if begin else "from the beginning"
     return f"{parameters:,} parameters, stage {zero.stage} on {mesh}, {steps} steps, {resumed}"

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections import Counter
 
 import jax
@@ -33,7 +34,7 @@ def test_a_gpt_sends_what_the_table_says(stage, micro_batches):
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_stage_3_gathers_again_what_its_layers_use(micro_batches):
-    """2.625 as ZeRO has it, but for what is still there when the backward pass begins: all that is outside of layers."""
+    """2.625 as ZeRO has it, but for what is still there when the backward pass begins: what is outside of layers."""
     report = gpt.report(3, micro_batches)
     layers, outside, whole = gpt.leaf_bytes()
     gathered = micro_batches * RING * (2 * layers + outside)
@@ -110,9 +111,16 @@ def make_tree(key):
     keys = jax.random.split(key, 3)
     return {
         "in": jax.random.normal(keys[0], (INPUTS, WIDTH)) / 7,
-        "layers": {"up": jax.random.normal(keys[1], (DEPTH, WIDTH, 2 * WIDTH)) / 8, "down": jnp.zeros((DEPTH, 2 * WIDTH, WIDTH))},
+        "layers": {
+            "up": jax.random.normal(keys[1], (DEPTH, WIDTH, 2 * WIDTH)) / 8,
+            "down": jnp.zeros((DEPTH, 2 * WIDTH, WIDTH)),
+        },
         "out": jax.random.normal(keys[2], (WIDTH, INPUTS)) / 8,
-    }  # fmt: skip
+    }
+
+
+def layers_of(params):
+    return [jax.tree.map(operator.itemgetter(i), params["layers"]) for i in range(DEPTH)]
 
 
 def layer(weights, h):
@@ -124,8 +132,8 @@ def scanned(layer, params, h):
 
 
 def unrolled(layer, params, h):
-    for i in range(DEPTH):
-        h = layer(jax.tree.map(lambda x: x[i], params["layers"]), h)
+    for weights in layers_of(params):
+        h = layer(weights, h)
     return h
 
 
@@ -183,7 +191,9 @@ def test_without_blocks_the_tree_is_gathered_on_entry(name, loss_layer, through)
 
 
 def test_a_list_of_layers_in_a_python_loop_gathers_one_layer_at_a_time():
-    make = lambda key: {**make_tree(key), "layers": [jax.tree.map(lambda x: x[i], make_tree(key)["layers"]) for i in range(DEPTH)]}  # fmt: skip
+    def make(key):
+        params = make_tree(key)
+        return {**params, "layers": layers_of(params)}
 
     def through(layer, params, h):
         for weights in params["layers"]:
@@ -202,7 +212,7 @@ def test_a_list_of_layers_in_a_python_loop_gathers_one_layer_at_a_time():
 
 
 def test_stages_do_not_share_traces():
-    """Functions of a module are traced once by JAX and cached: the stage that comes second must not find the first's."""
+    """JAX traces a module's functions once and caches that: the stage that comes second must not find the first's."""
     loss = functools.partial(tree_loss, through=scanned, layer=rematerialised_block, ends=zerojax.block)
     kinds = {}
     for stage in (0, 3, 1, 2):

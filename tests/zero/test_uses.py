@@ -102,7 +102,7 @@ def scanned_stack(m, x):
 
 @case(matrices("w", 8, 13, 13), False)
 def scanned_stack_cut_along_the_stack(m, x):
-    return square(jax.lax.scan(lambda h, w: (layer(w, h), None), x[:, :13], m["w"])[0])
+    return square(jax.lax.scan(lambda h, w: (h + layer(w, h), None), x[:, :13], m["w"])[0])
 
 
 @case(stack, True)
@@ -262,7 +262,7 @@ def test_gradients_of_shards_within_the_loss_are_refused(stage):
     zero = Zero(stage=stage, min_shard_size=LIMIT)
     state = zero.abstract_state(one, optax.sgd(1.0))
     norm = lambda m, x, rng: jnp.sum(jax.grad(lambda m: square(layer(m["w"], x)))(m)["w"] ** 2)
-    with pytest.raises(UserError, match="gradient with respect to parameters that are in shards; accepted: stage 0 or 1"):
+    with pytest.raises(UserError, match="parameters that are in shards; accepted: stage 0 or 1"):
         zero.train_step(norm).lower(state, X)
     Zero(stage=1, min_shard_size=LIMIT).train_step(norm).lower(Zero(stage=1).abstract_state(one, optax.sgd(1.0)), X)
 
@@ -297,7 +297,8 @@ class Net(nnx.Module):
         h = h + self.same(self.plain(h)) + self.penalised(h)
         h = h + nnx.remat(lambda layer, h: layer(h))(self.checked, h)
         h = h + nnx.jit(lambda layer, h: layer(h))(self.compiled, h)
-        h = nnx.scan(nnx.remat(lambda h, layer: h + layer(h)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(h, self.scanned)
+        turn = nnx.remat(lambda h, layer: h + layer(h))
+        h = nnx.scan(turn, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(h, self.scanned)
         h = h + nnx.vmap(lambda layer, h: layer(h), in_axes=(0, None))(self.members, h).mean(0)
         h = h + nnx.cond(jnp.sum(x) > 0, lambda a, b, h: a(h), lambda a, b, h: b(h), self.left, self.right, h)
         return h @ self.table.T
@@ -320,10 +321,9 @@ def test_gradients_of_nnx_modules_are_those_of_plain_jax(stage):
     state = zero.init(lambda key: Net(nnx.Rngs(key)), optax.sgd(1.0))
     before = jax.device_get(state.params)
     after = jax.device_get(zero.train_step(net_loss)(state, X)[0].params)
-    want = jax.tree.leaves_with_path(expected_of_net())
-    got = jax.tree.map(np.subtract, before, after)
-    assert jax.tree.structure(got) == jax.tree.structure(expected_of_net())
-    for (path, want), got in zip(want, jax.tree.leaves(got), strict=True):
+    gradients = jax.tree.map(np.subtract, before, after)
+    assert jax.tree.structure(gradients) == jax.tree.structure(expected_of_net())
+    for (path, want), got in zip(jax.tree.leaves_with_path(expected_of_net()), jax.tree.leaves(gradients), strict=True):
         assert np.abs(want).max() > 1e-4
         np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max(), err_msg=jax.tree_util.keystr(path))
 

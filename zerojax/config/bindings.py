@@ -72,7 +72,8 @@ class Config:
             elif value.evaluate:  # what it returns is known when it is called
                 continue
             else:
-                given, written, hint = value.configurable.wrapper, f"@{value.selector}", f"; @{value.selector}() calls it"
+                given, written = value.configurable.wrapper, f"@{value.selector}"
+                hint = f"; {written}() calls it"
             if not fits(given, parameter.annotation):
                 accepted = describe(parameter.annotation)
                 raise UserError(f"{binding.place}: {binding} = {written}: expected {accepted}{hint}")

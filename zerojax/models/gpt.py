@@ -178,6 +178,7 @@ class GPT(nnx.Module):
 
         self.layers, self.max_length, self.dropout = layers, max_length, dropout
         self.remat = remat
+        self.deterministic = False  # set by nnx's `eval()`: nothing is dropped then
         self.rope = (dim // heads, rope_theta) if positions == "rope" else None
         self.embedding = nnx.Param(normal(rngs.params(), (vocab_size, dim)))
         self.positions = nnx.Param(normal(rngs.params(), (max_length, dim))) if positions == "learned" else None
@@ -191,7 +192,7 @@ class GPT(nnx.Module):
     def __call__(self, tokens: jax.Array, rng: jax.Array | None = None) -> jax.Array:
         """(batch, length) integers to logits (batch, length, vocab_size) in the parameters' dtype.
 
-        ``rng`` is the key of the dropout masks; without it nothing is dropped.
+        ``rng`` is the key of the dropout masks; without it, and in evaluation mode, nothing is dropped.
         """
         length = tokens.shape[-1]
         if length > self.max_length:
@@ -201,7 +202,7 @@ class GPT(nnx.Module):
         if self.positions is not None:
             h = h + self.positions[...][:length]
         keys = None
-        if rng is not None and self.dropout > 0:
+        if rng is not None and self.dropout > 0 and not self.deterministic:
             rng, first = jax.random.split(rng)
             h, keys = drop(h, self.dropout, first), jax.random.split(rng, self.layers)
         h = self.final_norm(self._apply_blocks(h, keys))

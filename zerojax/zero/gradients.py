@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from zerojax.adapters import Adapter, Deferred
 from zerojax.adapters.regather import all_but_gathered
-from zerojax.errors import UserError
+from zerojax.errors import UserError, shown
 from zerojax.mesh import REPLICA_AXIS, data_axes
 from zerojax.precision import Precision
 from zerojax.weighted import Weighted
@@ -156,6 +156,8 @@ def split_aux(out: Any) -> tuple[Weighted, dict[str, Weighted]]:
 def _as_weighted(name: str, value: Any) -> Weighted:
     value = value if isinstance(value, Weighted) else Weighted(value, jnp.ones(()))
     for part, x in zip(("", "'s weight"), value, strict=True):
+        if not (hasattr(x, "dtype") or isinstance(x, int | float | complex)):
+            raise UserError(f"{name}{part} is {shown(x)}; accepted: a scalar, or zerojax.Weighted(total, weight)")
         shape, dtype = jnp.shape(x), jnp.result_type(x)
         if shape != () or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
             raise UserError(

@@ -47,7 +47,7 @@ class Cut:
         return PartitionSpec(*(SHARD_AXIS if i == ndim + self.dim else None for i in range(ndim)))
 
     def survives(self, shape: tuple[int, ...], seen: tuple[int, ...]) -> bool:
-        """Whether the cut of a leaf of `shape` is a cut of what a layer has `seen` of it: all, or one turn of a scan."""
+        """Whether the cut of a leaf of `shape` is one of what a layer has `seen` of it, all or a turn of a scan."""
         shared = min(len(shape), len(seen))
         return self.dim is None or (-self.dim <= shared and shape[len(shape) - shared :] == seen[len(seen) - shared :])
 

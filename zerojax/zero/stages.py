@@ -2,8 +2,9 @@
 
 import dataclasses
 import enum
+import numbers
 
-from zerojax.errors import UserError
+from zerojax.errors import UserError, shown
 
 
 class Gather(enum.Enum):
@@ -52,6 +53,6 @@ def stage_of(number: int) -> Stage:
     Raises:
       UserError: if there is no such stage.
     """
-    if isinstance(number, bool) or number not in range(len(TABLE)):
-        raise UserError(f"stage is {number!r}; accepted: 0, 1, 2 or 3")
+    if isinstance(number, bool) or not isinstance(number, numbers.Integral) or number not in range(len(TABLE)):
+        raise UserError(f"stage is {shown(number)}; accepted: 0, 1, 2 or 3")
     return TABLE[number]

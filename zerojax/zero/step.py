@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.errors import UserError
+from zerojax.errors import UserError, shown
 from zerojax.mesh import data_axes, data_parallel_size
 from zerojax.weighted import Weighted
 from zerojax.zero.gradients import LocalLoss, local_gradients, local_loss
@@ -35,7 +35,7 @@ class Step:
 
     def __init__(self, zero: "Zero", loss_fn: Callable[..., Any]):
         if not callable(loss_fn):
-            raise UserError(f"loss_fn is {loss_fn!r}; accepted: a function of (model, batch, rng)")
+            raise UserError(f"loss_fn is {shown(loss_fn)}; accepted: a function of (model, batch, rng)")
         self.zero, self.loss_fn = zero, loss_fn
         self.jitted = functools.cache(self._jit)
         self.uses: dict[Layout, Uses] = {}
@@ -74,7 +74,9 @@ class Step:
         def place_leaf(path: Any, x: Any) -> Any:
             name = jax.tree_util.keystr(path, simple=True, separator="/") or "batch"
             if np.ndim(x) == 0:
-                raise UserError(f"batch leaf {name!r} is a scalar; accepted: arrays whose first axis is the batch")
+                raise UserError(f"batch leaf {name!r} is {shown(x)}; accepted: arrays whose first axis is the batch")
+            if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":
+                raise UserError(f"batch leaf {name!r} has dtype {x.dtype}; accepted: arrays of numbers")
             is_global = isinstance(x, jax.ShapeDtypeStruct) or (
                 isinstance(x, jax.Array) and (processes == 1 or not x.is_fully_addressable)
             )

@@ -14,9 +14,9 @@ from jax.extend import core
 
 from zerojax.adapters import mark_use, marked_shape
 
-# A parameter that goes into one of these counts as used there. Devices may choose another branch or number of turns than
-# their neighbours, and collectives inside would wait for devices that never come; a custom derivative may hand out the
-# gradient of a whole parameter.
+# A parameter that goes into one of these counts as used there. Devices may choose another branch or number of turns
+# than their neighbours, and collectives inside would wait for devices that never come; a custom derivative may hand out
+# the gradient of a whole parameter.
 OPAQUE = {"cond", "while", "custom_jvp_call", "custom_vjp_call"}
 
 
@@ -73,7 +73,8 @@ def _walk(jaxpr: core.Jaxpr, names: dict[core.Var, Use], in_remat: bool) -> bool
         seen = marked_shape(eqn.params["name"]) if name == "name" else None
         if seen is not None:
             if operands[0] is not None:
-                _note_use(operands[0], seen, eqn.invars[0].aval.shape, in_remat)
+                given: Any = eqn.invars[0].aval
+                _note_use(operands[0], seen, given.shape, in_remat)
             continue
         is_remat = name in ("checkpoint", "remat", "remat2")
         programs = [program for program in map(_program, jax.tree.leaves(list(eqn.params.values()))) if program]
@@ -104,8 +105,9 @@ def _note_outside(operands: Sequence[Use | None], by: str) -> None:
 
 def _note_use(use: Use, seen: tuple[int, ...], given: tuple[int, ...], in_remat: bool) -> None:
     """A use at a gather point that sees an array of shape `seen`, which is `given` without what vmaps walk along."""
-    ways = {kept for kept in itertools.combinations(range(len(given)), len(seen)) if seen == tuple(given[i] for i in kept)}
-    if ways != {tuple(range(len(given) - len(seen), len(given)))}:
+    choices = itertools.combinations(range(len(given)), len(seen))
+    kept = [dims for dims in choices if seen == tuple(given[dim] for dim in dims)]
+    if kept != [tuple(range(len(given) - len(seen), len(given)))]:  # vmap may walk along other dimensions than the first
         _note_outside([use], "vmap")
     use.shapes.append(seen)
     use.in_remat.append(in_remat)

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.adapters import Adapter, take_apart
-from zerojax.errors import UserError
+from zerojax.errors import UserError, shown
 from zerojax.mesh import SHARD_AXIS, as_zero_mesh
 from zerojax.precision import Precision
 from zerojax.zero.notes import leaf_notes
@@ -61,12 +61,12 @@ class Zero:
         stage_of(self.stage)
         object.__setattr__(self, "mesh", as_zero_mesh(self.mesh))
         Precision.of(self.precision)
-        _check("micro_batches", self.micro_batches, int, self.micro_batches >= 1, "a positive integer")
-        _check("min_shard_size", self.min_shard_size, int, self.min_shard_size >= 0, "an integer of at least 0")
+        _check("micro_batches", self.micro_batches, int, lambda n: n >= 1, "a positive integer")
+        _check("min_shard_size", self.min_shard_size, int, lambda n: n >= 0, "an integer of at least 0")
         if self.clip_norm is not None:
-            _check("clip_norm", self.clip_norm, (int, float), self.clip_norm > 0, "a positive number, or None")
+            _check("clip_norm", self.clip_norm, (int, float), lambda norm: norm > 0, "a positive number, or None")
         if self.remat is not None and not callable(self.remat):
-            raise UserError(f"remat is {self.remat!r}; accepted: a policy of jax.checkpoint_policies, or None")
+            raise UserError(f"remat is {shown(self.remat)}; accepted: a policy of jax.checkpoint_policies, or None")
 
     @property
     def row(self) -> Stage:
@@ -163,9 +163,9 @@ class Zero:
     ) -> tuple[Layout, Callable[[jax.Array], State]]:
         """The layout of a new state, and the function of a key that builds it."""
         if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-            raise UserError(f"optimizer is {optimizer!r}; accepted: an optax.GradientTransformation")
+            raise UserError(f"optimizer is {shown(optimizer)}; accepted: an optax.GradientTransformation")
         if not callable(make_model):
-            raise UserError(f"make_model is {make_model!r}; accepted: a function from a random key to a model")
+            raise UserError(f"make_model is {shown(make_model)}; accepted: a function from a random key to a model")
         master = self.policy.master
         made: list[tuple[Adapter, Any]] = []
 
@@ -212,6 +212,6 @@ def _local(x: jax.Array) -> jax.Array:
     return x.addressable_data(0)
 
 
-def _check(name: str, value: Any, kind: Any, holds: bool, accepted: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, kind) or not holds:
-        raise UserError(f"{name} is {value!r}; accepted: {accepted}")
+def _check(name: str, value: Any, kind: Any, holds: Callable[[Any], bool], accepted: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind) or not holds(value):
+        raise UserError(f"{name} is {shown(value)}; accepted: {accepted}")
