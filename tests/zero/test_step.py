@@ -162,7 +162,7 @@ def test_one_compilation_for_a_run_and_nothing_on_the_host():
 
 
 def only_of_row(batch, value, rows):
-    """Metrics that show `value` as each device and micro-batch has it, under the number that its one row begins with."""
+    """Metrics that show `value` as each device and micro-batch has it, under the number its one row begins with."""
     here = lambda row: batch[0, 0] == row
     return {str(row): Weighted(jnp.where(here(row), value, 0.0), here(row)) for row in range(rows)}
 

@@ -107,7 +107,7 @@ def _note_use(use: Use, seen: tuple[int, ...], given: tuple[int, ...], in_remat:
     """A use at a gather point that sees an array of shape `seen`, which is `given` without what vmaps walk along."""
     choices = itertools.combinations(range(len(given)), len(seen))
     kept = [dims for dims in choices if seen == tuple(given[dim] for dim in dims)]
-    if kept != [tuple(range(len(given) - len(seen), len(given)))]:  # vmap may walk along other dimensions than the first
+    if kept != [tuple(range(len(given) - len(seen), len(given)))]:  # vmap may walk along any dimension
         _note_outside([use], "vmap")
     use.shapes.append(seen)
     use.in_remat.append(in_remat)
