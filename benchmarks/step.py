@@ -205,6 +205,10 @@ def answer(process):
 
 
 def measure_speed(turns, steps, address, processes, index):
+    if processes == "2":  # each on its own half of the cores, as a launcher binds them; jax sizes its threads by that
+        cores = sorted(os.sched_getaffinity(0))
+        half = len(cores) // 2
+        os.sched_setaffinity(0, cores[half * int(index) :][: half or None])
     import jax
 
     if processes == "2":

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 from zerojax.zero.partition import WHOLE, Leaf, cut_of
@@ -117,7 +117,8 @@ def test_storing_and_viewing_a_leaf_keeps_it_in_shards():
     stored = jax.jit(lambda x: leaf.store(x, mesh))(x)
     assert stored.shape == leaf.stored_shape == (32, 27)
     assert {shard.data.shape for shard in stored.addressable_shards} == {(4, 27)}
-    np.testing.assert_array_equal(jax.jit(lambda x: leaf.view(x, mesh))(stored), x)
+    whole = NamedSharding(mesh, PartitionSpec())
+    np.testing.assert_array_equal(jax.jit(lambda x: leaf.view(x, mesh), out_shardings=whole)(stored), x)
 
 
 def test_what_is_stored_has_the_leafs_dtype_and_no_weak_type():

@@ -34,7 +34,7 @@ def _notes(i: int, leaf: Leaf, layout: Layout, stage: Stage, uses: Uses | None, 
     if on_entry(leaf, uses, i):
         why = f"{use.outside!r} takes it outside of a layer" if use.outside else "a scan walks along its cut dimension"
         yield f"gathered when the model is entered: {why}"
-    elif uses.remats and not all(use.in_remat):
+    elif not all(use.in_remat) and (uses.remats if layout.adapter.finds_uses else any(use.in_remat)):
         yield "gathered outside of the model's remat: whole from its use to its gradient"
     elif layout.adapter.finds_uses and not uses.remats and any(len(shape) < len(leaf.shape) for shape in use.shapes):
         yield "gathered again for all layers at once in the backward pass: the layers have no remat of their own"
