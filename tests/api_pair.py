@@ -4,7 +4,6 @@ import sys
 
 import jax
 import numpy as np
-import optax
 
 from tests.zero import reference
 from zerojax import Zero
@@ -13,7 +12,7 @@ from zerojax.launch.distributed import initialize
 
 def main(steps: int, results: str) -> None:
     zero = Zero(stage=3, micro_batches=2, clip_norm=reference.CLIP, min_shard_size=64)
-    state = zero.init(reference.make_model, optax.adamw(3e-3))
+    state = zero.init(reference.make_model, reference.adamw(3e-3))
     step = zero.train_step(reference.loss_fn)
     rows = reference.BATCH // jax.process_count()
     share = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)

@@ -4,7 +4,6 @@ import time
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 from tests import runs
@@ -62,7 +61,7 @@ def test_the_python_interface_equals_a_plain_loop(tmp_path):
     script, results = str(runs.ROOT / "tests/api_pair.py"), str(tmp_path / "results")
     outputs = runs.finish([runs.start([script, address, str(i), str(STEPS), results], devices=4) for i in range(2)])
     assert [code for code, _, _ in outputs] == [0, 0], outputs
-    losses, params = reference.train(optax.adamw(3e-3), STEPS)
+    losses, params = reference.train(reference.adamw(3e-3), STEPS)
     for process in range(2):
         found = np.load(f"{results}_{process}.npz")
         np.testing.assert_allclose(found["losses"], losses, rtol=1e-5)

@@ -10,7 +10,12 @@ import optax
 from zerojax import Weighted
 
 CLIP = 1.0
+EPS = 1e-6  # above the rounding of gradients: Adam would divide a gradient of rounding by its own size
 VOCAB, DIM, HIDDEN, LENGTH, BATCH = 40, 32, 64, 12, 32
+
+
+def adamw(learning_rate, **settings):
+    return optax.adamw(learning_rate, eps=EPS, **settings)
 
 
 def make_model(key):

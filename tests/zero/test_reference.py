@@ -18,16 +18,16 @@ def optimizers():
     matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
     kinds = lambda params: jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", params)
     return {
-        "adamw": optax.adamw(3e-3),
+        "adamw": reference.adamw(3e-3),
         "lamb": optax.lamb(3e-3, mask=matrices),
         "lion": optax.lion(1e-4),
         "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=16),
         "muon": optax.contrib.muon(3e-3),
         "sgd_momentum": optax.sgd(3e-2, momentum=0.9),
         "multi_transform": optax.multi_transform(
-            {"matrix": optax.adamw(3e-3, weight_decay=0.1, mask=matrices), "vector": optax.sgd(1e-2)}, kinds
+            {"matrix": reference.adamw(3e-3, weight_decay=0.1, mask=matrices), "vector": optax.sgd(1e-2)}, kinds
         ),
-        "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-3, 3e-3, 10)),
+        "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-3, 3e-3, 10), eps=reference.EPS),
     }
 
 
