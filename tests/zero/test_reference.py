@@ -27,7 +27,9 @@ def optimizers():
         "multi_transform": optax.multi_transform(
             {"matrix": reference.adamw(3e-3, weight_decay=0.1, mask=matrices), "vector": optax.sgd(1e-2)}, kinds
         ),
-        "inject_hyperparams": optax.inject_hyperparams(reference.adamw)(optax.linear_schedule(1e-3, 3e-3, 10)),
+        "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(
+            optax.linear_schedule(1e-3, 3e-3, 10), eps=reference.EPS
+        ),
     }
 
 
