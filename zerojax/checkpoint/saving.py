@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -28,6 +29,7 @@ from zerojax.checkpoint.processes import agreed, barrier, is_primary
 from zerojax.errors import UserError
 
 TEMPORARY = ".tmp"
+DISCARD_ATTEMPTS, DISCARD_PAUSE = 20, 0.1  # seconds
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +107,7 @@ def start_save(
                 _commit(target, temporary, records, extra)
             except Exception as error:
                 fault = error
-                shutil.rmtree(temporary, ignore_errors=True)
+                _discard(temporary)
             else:
                 _call(on_commit)
         barrier(f"{key}/committed")
@@ -176,7 +178,12 @@ def _write_part(temporary: Path, writes: list[Callable[[], Any]]) -> Exception |
     note: dict[str, Any]
     try:
         for wait in writes:
-            wait()
+            try:
+                wait()
+            except Exception as error:
+                fault = fault or error  # all of them end before anything is deleted
+        if fault is not None:
+            raise fault
         files = record_files(temporary, arrays.written_by(temporary, process))
         note = {"files": {name: asdict(record) for name, record in files.items()}}
     except Exception as error:
@@ -209,6 +216,15 @@ def _commit(target: Path, temporary: Path, records: Mapping[str, LeafRecord], ex
         os.fsync(stream.fileno())
     temporary.rename(target)
     _sync_directory(target.parent)
+
+
+def _discard(temporary: Path) -> None:
+    """Deletes what was written. Where one array failed, Orbax's threads may still be writing others for a moment."""
+    for _ in range(DISCARD_ATTEMPTS):
+        shutil.rmtree(temporary, ignore_errors=True)
+        time.sleep(DISCARD_PAUSE)
+        if not temporary.exists():
+            return
 
 
 def _call(on_commit: Callable[[], None]) -> None:
