@@ -142,6 +142,7 @@ MESH = "Zero.mesh=@make_mesh()"
         (("train.batch_size=12",), "--set train.batch_size=12: batch_size is 12; accepted: a multiple of 8"),
         (("Zero.micro_batches=3",), "CONFIG:5: batch_size is 16; accepted: a multiple of 24"),
         (("text_dataset.source='nowhere'",), "--set text_dataset.source='nowhere': source='nowhere' matches no file"),
+        (("GPT.vocab_size=100",), "the model's vocab_size is 100; accepted: 256 or more, as tokenizer 'bytes' has"),
         (("GPT.dim=24",), "checkpoint RUN/checkpoints/step_00000024 is of another model or optimizer: opt_state/"),
         (("train.batch_size=32",), "--set train.batch_size=32: the saved data position belongs to other data: "),
     ],

@@ -88,6 +88,7 @@ def train(
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}; accepted: a positive integer")
     _check_batch_size(batch_size, zero)
+    _check_vocabulary(model, dataset)
 
     def make_model(key: jax.Array) -> nnx.Module:
         return model(rngs=nnx.Rngs(key))
@@ -140,6 +141,16 @@ def _check_batch_size(batch_size: int, zero: Zero) -> None:
         raise UserError(
             f"batch_size is {batch_size}; accepted: a multiple of {devices * zero.micro_batches} "
             f"({devices} data-parallel devices x {zero.micro_batches} micro-batches)"
+        )
+
+
+def _check_vocabulary(model: Callable[..., nnx.Module], dataset: TextDataset) -> None:
+    """A token beyond the embedding's rows would train to NaN."""
+    rows = getattr(nnx.eval_shape(lambda: model(rngs=nnx.Rngs(0))), "vocab_size", None)
+    if rows is not None and rows < dataset.tokenizer.vocab_size:
+        raise UserError(
+            f"the model's vocab_size is {rows}; accepted: {dataset.tokenizer.vocab_size} or more, "
+            f"as tokenizer {dataset.tokenizer.name!r} has"
         )
 
 

@@ -177,7 +177,7 @@ class GPT(nnx.Module):
             return Block((make_norm(), make_norm()), attention, feed_forward, dropout)
 
         self.layers, self.max_length, self.dropout = layers, max_length, dropout
-        self.remat = remat
+        self.vocab_size, self.remat = vocab_size, remat
         self.deterministic = False  # set by nnx's `eval()`: nothing is dropped then
         self.rope = (dim // heads, rope_theta) if positions == "rope" else None
         self.embedding = nnx.Param(normal(rngs.params(), (vocab_size, dim)))

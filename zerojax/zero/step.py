@@ -1,9 +1,10 @@
 """The compiled steps: one program each for training and evaluation."""
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,31 +13,42 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.errors import UserError, shown
 from zerojax.mesh import data_axes, data_parallel_size
+from zerojax.precision import Precision
 from zerojax.weighted import Weighted
 from zerojax.zero.gradients import LocalLoss, local_gradients, local_loss
+from zerojax.zero.stages import Stage
 from zerojax.zero.state import Layout, State
 from zerojax.zero.update import apply_update
 from zerojax.zero.uses import Uses
-
-if TYPE_CHECKING:
-    from zerojax.zero.zero import Zero
 
 METRICS = ("loss", "grad_norm", "loss_scale", "skipped", "step")
 EMULATED_STEPS_IN_FLIGHT = 2
 EVALUATION_SALT = 0x65766C  # keeps the randomness of an evaluation apart from the training step's
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a step does: the row of the stage table, the dtypes, and the rest under `Zero`'s names."""
+
+    stage: Stage
+    precision: Precision
+    micro_batches: int
+    clip_norm: float | None
+    remat: Callable[..., bool] | None
+
+
 class Step:
     """A compiled function of a state and a batch; compiled once for each layout and shape of batch.
 
     Attributes:
+      settings: of the loss and of the update.
       uses: how the loss uses the parameters, for each layout that was traced at stages 2 and 3.
     """
 
-    def __init__(self, zero: "Zero", loss_fn: Callable[..., Any]):
+    def __init__(self, loss_fn: Callable[..., Any], settings: Settings):
         if not callable(loss_fn):
             raise UserError(f"loss_fn is {shown(loss_fn)}; accepted: a function of (model, batch, rng)")
-        self.zero, self.loss_fn = zero, loss_fn
+        self.loss_fn, self.settings = loss_fn, settings
         self.jitted = functools.cache(self._jit)
         self.uses: dict[Layout, Uses] = {}
         self._in_flight: collections.deque[jax.Array] = collections.deque()
@@ -59,9 +71,9 @@ class Step:
         return self.jitted(state.layout).lower(state, self.place(state.layout, batch))
 
     def local_loss(self, layout: Layout, *, training: bool) -> LocalLoss:
-        zero = self.zero
+        settings = self.settings
         tell = functools.partial(self.uses.__setitem__, layout)
-        return LocalLoss(self.loss_fn, layout, zero.row, zero.policy, zero.remat, training, tell)
+        return LocalLoss(self.loss_fn, layout, settings.stage, settings.precision, settings.remat, training, tell)
 
     def place(self, layout: Layout, batch: Any) -> Any:
         """The batch as global arrays, split over the data axes along the first axis; in a multi-process run from each
@@ -126,7 +138,7 @@ class TrainStep(Step):
 
     @property
     def micro_batches(self) -> int:
-        return self.zero.micro_batches
+        return self.settings.micro_batches
 
     def _jit(self, layout: Layout) -> Any:
         loss = self.local_loss(layout, training=True)
@@ -144,7 +156,7 @@ class TrainStep(Step):
             inverse = jnp.where(total.weight == 0, 0.0, 1.0 / total.weight)  # a batch of no weight changes nothing
             gradients = [g * inverse.astype(g.dtype) for g in gradients]
             gradients = jax.tree.unflatten(jax.tree.structure(state.params), gradients)
-            state, norm = apply_update(layout, state, gradients, variables, mean(total), self.zero.clip_norm)
+            state, norm = apply_update(layout, state, gradients, variables, mean(total), self.settings.clip_norm)
             metrics = metrics_of(total, aux, reserved=METRICS) | {
                 "grad_norm": norm,
                 "loss_scale": jnp.ones((), jnp.float32),

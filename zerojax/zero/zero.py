@@ -1,6 +1,7 @@
 """`Zero`: the settings of sharded training, and what they make."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from zerojax.zero.partition import Leaf, cut_of
 from zerojax.zero.report import Report, make_report
 from zerojax.zero.stages import Stage, stage_of
 from zerojax.zero.state import Layout, State
-from zerojax.zero.step import EvalStep, TrainStep
+from zerojax.zero.step import EvalStep, Settings, TrainStep
 
 TRAINING_SALT = 0x7A65726F  # keeps the randomness of training apart from the initialisation's
 
@@ -78,6 +79,10 @@ class Zero:
         """The precision as a `Precision`."""
         return Precision.of(self.precision)
 
+    @property
+    def _step_settings(self) -> Settings:
+        return Settings(self.row, self.policy, self.micro_batches, self.clip_norm, self.remat)
+
     def init(
         self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation, seed: int = 0
     ) -> State:
@@ -111,16 +116,16 @@ class Zero:
           Metrics are scalars on the device: "loss", "grad_norm" (before clipping), "loss_scale", "skipped", "step"
           (updates applied), and the dict's, averaged over micro-batches and devices.
         """
-        return TrainStep(self, loss_fn)
+        return TrainStep(loss_fn, self._step_settings)
 
     def eval_step(self, loss_fn: Callable[..., Any]) -> EvalStep:
         """The compiled evaluation `(state, batch) -> metrics` with "loss", its "weight", and the dict's scalars."""
-        return EvalStep(self, loss_fn)
+        return EvalStep(loss_fn, self._step_settings)
 
     def gather(self, state: State) -> Any:
         """The whole model, of the kind and the dtypes that `make_model` returned, on every device."""
         layout = state.layout
-        params, variables = self._whole(layout)(state.params, state.variables)
+        params, variables = _gathering(layout)(state.params, state.variables)
         return layout.adapter.join(params, variables, jax.random.wrap_key_data(_local(state.rng)), training=True)
 
     def report(self, state: State, step: TrainStep, batch: Any) -> Report:
@@ -145,13 +150,6 @@ class Zero:
             micro_batches=self.micro_batches,
             notes=leaf_notes(state.layout, self.row, step.uses.get(state.layout), self.min_shard_size),
         )
-
-    def _whole(self, layout: Layout) -> Any:
-        def whole(params: Any, variables: Any) -> Any:
-            params = layout.view("params", params)
-            return jax.tree.map(lambda x, dtype: x.astype(dtype), params, layout.model_dtypes), variables
-
-        return jax.jit(whole, out_shardings=NamedSharding(layout.mesh, PartitionSpec()))
 
     def _init(self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation) -> Any:
         """The compiled function of a key that builds a state."""
@@ -201,6 +199,17 @@ class Zero:
             return State(**{field: layout.store(field, x) for field, x in logical(key).items()}, layout=layout)
 
         return layout, build
+
+
+@functools.lru_cache(maxsize=8)
+def _gathering(layout: Layout) -> Any:
+    """The compiled function of stored parameters and variables that makes them whole, in the model's own dtypes."""
+
+    def whole(params: Any, variables: Any) -> Any:
+        params = layout.view("params", params)
+        return jax.tree.map(lambda x, dtype: x.astype(dtype), params, layout.model_dtypes), variables
+
+    return jax.jit(whole, out_shardings=NamedSharding(layout.mesh, PartitionSpec()))
 
 
 def _name(field: str, path: Any) -> str:
