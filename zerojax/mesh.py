@@ -26,8 +26,8 @@ def make_mesh(
       replica: number of copies of the partitioned state.
       data: number of partitions; -1 takes all the devices that the other axes leave.
       devices: the devices in order; all of `jax.devices()` by default.
-      **model_axes: sizes of further axes, by name; the compiler partitions over them as the model's own sharding
-        annotations say.
+      **model_axes: sizes of further axes, by name; the compiler partitions over them as sharding constraints in the
+        model's own code say. Stored leaves are not cut over them.
 
     Raises:
       UserError: if the sizes do not multiply to the number of devices.

@@ -29,7 +29,7 @@ class Adapter(Protocol):
     `block` do, and a parameter that is used elsewhere has to be an array."""
 
     def join(self, params: Any, variables: Any, rng: jax.Array, *, training: bool) -> Any:
-        """The model. `rng` seeds the random streams that it holds itself; `training` puts it in its training mode."""
+        """The model. `rng` seeds the random streams it holds itself; training leaves the mode it was made in."""
         ...
 
     def variables(self, model: Any) -> Any:

@@ -3,8 +3,11 @@
 import sys
 from typing import Any
 
+import jax
+
 from zerojax.adapters import tree
 from zerojax.adapters.adapter import Adapter, Parts
+from zerojax.errors import UserError
 
 
 def take_apart(model: Any) -> tuple[Adapter, Parts]:
@@ -14,4 +17,17 @@ def take_apart(model: Any) -> tuple[Adapter, Parts]:
         from zerojax.adapters import nnx as nnx_adapter
 
         return nnx_adapter.take_apart(model)
+    if nnx is not None:
+        _refuse_parts(nnx, model)
     return tree.take_apart(model)
+
+
+def _refuse_parts(nnx: Any, model: Any) -> None:
+    """A module inside of a pytree would have its statistics trained and its modes ignored."""
+    kinds = (nnx.Module, nnx.Variable, nnx.State)
+    for part in jax.tree.leaves(model, is_leaf=lambda x: isinstance(x, kinds)):
+        if isinstance(part, kinds):
+            raise UserError(
+                f"make_model returned a pytree with an nnx {type(part).__name__} in it; accepted: one nnx.Module "
+                "(nnx.Dict and nnx.List hold several), or a pytree of arrays"
+            )

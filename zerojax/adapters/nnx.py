@@ -10,6 +10,7 @@ from flax import nnx
 
 from zerojax.adapters.adapter import Parts, is_trainable
 from zerojax.adapters.deferred import is_deferred
+from zerojax.errors import UserError
 
 STREAMS_SALT = 0x6E6E78  # keeps a module's streams apart from what a loss function folds from the key it is given
 
@@ -24,6 +25,15 @@ class _ReadAtUse:
         plain = type(self).__mro__[2].from_metadata(raw.read(), self.get_metadata())  # type: ignore[attr-defined]
         return plain.get_value(**kwargs)
 
+    def set_value(self, value: Any, **kwargs: Any) -> None:
+        if is_deferred(self.get_raw_value()):  # type: ignore[attr-defined]
+            name = f"{type(self).__name__} of shape {self.shape}"  # type: ignore[attr-defined]
+            raise UserError(
+                f"the module assigns to a parameter that is in shards ({name}); accepted: another kind of nnx.Variable "
+                "for what a module changes itself, or stage 0 or 1"
+            )
+        super().set_value(value, **kwargs)  # type: ignore[misc]
+
 
 @functools.cache
 def _read_at_use(kind: type[nnx.Variable]) -> type[nnx.Variable]:
@@ -32,19 +42,18 @@ def _read_at_use(kind: type[nnx.Variable]) -> type[nnx.Variable]:
 
 
 def _is_param(path: Any, value: Any) -> bool:
-    return isinstance(value, nnx.Param) and is_trainable(value.get_raw_value())
+    return isinstance(value, nnx.Param) and is_trainable(_raw(value))
 
 
 def _is_carried(path: Any, value: Any) -> bool:
-    return not isinstance(value, nnx.Param | nnx.RngState | nnx.Intermediate) or (
-        isinstance(value, nnx.Param)
-        and not is_trainable(value.get_raw_value())
-        and not is_deferred(value.get_raw_value())
-    )
+    if isinstance(value, nnx.Param):
+        return not is_trainable(_raw(value)) and not is_deferred(_raw(value))
+    return not isinstance(value, nnx.RngState | nnx.Intermediate)
 
 
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)
+def _raw(leaf: Any) -> Any:
+    """The array of a variable, or of an attribute that is an array itself (`nnx.data`)."""
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,7 +73,8 @@ class NnxAdapter:
 
     def join(self, params: Any, variables: Any, rng: jax.Array, *, training: bool) -> nnx.Module:
         model = nnx.merge(self.graph, _fill(self.params, params), _seed(self.rngs, rng), _fill(self.carried, variables))
-        model.train() if training else model.eval()
+        if not training:
+            model.eval()
         return model
 
     def variables(self, model: nnx.Module) -> Any:
@@ -87,7 +97,7 @@ def _abstract(state: nnx.State) -> nnx.State:
 def _arrays(state: nnx.State, like: nnx.State) -> Any:
     """Nested dicts of arrays, of what `like` has too."""
     found = dict(nnx.to_flat_state(state))
-    return nnx.traversals.unflatten_mapping({path: found[path].get_raw_value() for path, _ in nnx.to_flat_state(like)})
+    return nnx.traversals.unflatten_mapping({path: _raw(found[path]) for path, _ in nnx.to_flat_state(like)})
 
 
 def _fill(state: nnx.State, values: Any) -> nnx.State:
@@ -96,7 +106,9 @@ def _fill(state: nnx.State, values: Any) -> nnx.State:
     return nnx.from_flat_state([(path, _with_value(v, flat[path])) for path, v in nnx.to_flat_state(state)])
 
 
-def _with_value(variable: nnx.Variable, value: Any) -> nnx.Variable:
+def _with_value(variable: Any, value: Any) -> Any:
+    if not isinstance(variable, nnx.Variable):
+        return value
     kind = _read_at_use(type(variable)) if is_deferred(value) else type(variable)
     return kind.from_metadata(value, variable.get_metadata())
 

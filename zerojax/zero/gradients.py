@@ -228,7 +228,7 @@ def local_gradients(
     # Place 4: what was not reduced at its use is reduced now, once.
     gradients = reduce_once(loss, gradients)
     sums = jax.lax.psum(sums, axes)
-    return *sums, gradients, mean_over(variables, axes)
+    return *sums, gradients, mean_over(variables, axes, shard_index[0] == 0)
 
 
 def reduce_once(loss: LocalLoss, gradients: Sequence[jax.Array]) -> list[jax.Array]:
@@ -250,10 +250,17 @@ def reduce_once(loss: LocalLoss, gradients: Sequence[jax.Array]) -> list[jax.Arr
     return [g.astype(loss.precision.accumulate) for g in gradients]
 
 
-def mean_over(variables: Any, axes: tuple[str, ...]) -> Any:
-    """Floating variables averaged over devices; others are the same on each."""
-    floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    return jax.tree.map(lambda x: jax.lax.pmean(x, axes) if floating(x) else x, variables)
+def mean_over(variables: Any, axes: tuple[str, ...], is_first: jax.Array) -> Any:
+    """Floating variables averaged over devices; of integers and booleans, which have no mean, the first device's."""
+
+    def agreed(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return jax.lax.pmean(x, axes)
+        if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_:
+            return jax.lax.psum(jnp.where(is_first, x, jnp.zeros_like(x)), axes).astype(x.dtype)
+        return x
+
+    return jax.tree.map(agreed, variables)
 
 
 def local_loss(

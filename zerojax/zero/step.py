@@ -54,6 +54,14 @@ class Step:
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
     def __call__(self, state: State, batch: Any) -> Any:
+        if not isinstance(state, State):
+            raise UserError(
+                f"the first argument is {shown(state)}; accepted: a state, as zero.init makes, then a batch"
+            )
+        if state.step.is_deleted():
+            raise UserError(
+                "this state was given to a step before, which reuses its memory; accepted: the state that step returned"
+            )
         out = self.jitted(state.layout)(state, self.place(state.layout, batch))
         self._pace(state.layout, out)
         return out

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -62,10 +63,10 @@ class Zero:
         stage_of(self.stage)
         object.__setattr__(self, "mesh", as_zero_mesh(self.mesh))
         Precision.of(self.precision)
-        _check("micro_batches", self.micro_batches, int, lambda n: n >= 1, "a positive integer")
-        _check("min_shard_size", self.min_shard_size, int, lambda n: n >= 0, "an integer of at least 0")
+        _check("micro_batches", self.micro_batches, numbers.Integral, lambda n: n >= 1, "a positive integer")
+        _check("min_shard_size", self.min_shard_size, numbers.Integral, lambda n: n >= 0, "an integer of at least 0")
         if self.clip_norm is not None:
-            _check("clip_norm", self.clip_norm, (int, float), lambda norm: norm > 0, "a positive number, or None")
+            _check("clip_norm", self.clip_norm, numbers.Real, lambda norm: norm > 0, "a positive number, or None")
         if self.remat is not None and not callable(self.remat):
             raise UserError(f"remat is {shown(self.remat)}; accepted: a policy of jax.checkpoint_policies, or None")
 
@@ -96,6 +97,7 @@ class Zero:
         Raises:
           UserError: if the model has no floating parameters or the optimizer is no optax transformation.
         """
+        _check("seed", seed, numbers.Integral, lambda n: True, "an integer")
         return self._init(make_model, optimizer)(jax.random.key(seed))
 
     def abstract_state(self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation) -> State:
@@ -145,10 +147,10 @@ class Zero:
             compiled=compiled,
             state=state,
             mesh=state.layout.mesh,
-            stage=self.stage,
-            precision=self.policy,
-            micro_batches=self.micro_batches,
-            notes=leaf_notes(state.layout, self.row, step.uses.get(state.layout), self.min_shard_size),
+            stage=step.settings.stage.number,
+            precision=step.settings.precision,
+            micro_batches=step.settings.micro_batches,
+            notes=leaf_notes(state.layout, step.settings.stage, step.uses.get(state.layout), self.min_shard_size),
         )
 
     def _init(self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation) -> Any:
