@@ -51,13 +51,13 @@ class Progress:
 
     def update(self, step: int, metrics: Mapping[str, float], tokens_per_second: float) -> None:
         """Shows the figures of `step`."""
+        now = time.monotonic()
         if step == self._start + 1:
-            self._began = time.monotonic()  # the first step compiles, which says nothing of the others
+            self._began = now  # the first step compiles, which says nothing of the others
         figures = f"loss {metrics['loss']:.4f}  {tokens_per_second:,.0f} tokens/s"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, figures=figures)
         elif not self._quiet:
-            now = time.monotonic()
             if step == self._total or now - self._last >= PLAIN_INTERVAL:
                 self._last = now
                 left = (now - self._began) / max(step - self._start - 1, 1) * (self._total - step)
