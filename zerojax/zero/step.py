@@ -1,5 +1,6 @@
 """The compiled steps: one program each for training and evaluation."""
 
+import abc
 import collections
 import dataclasses
 import functools
@@ -37,7 +38,7 @@ class Settings:
     remat: Callable[..., bool] | None
 
 
-class Step:
+class Step(abc.ABC):
     """A compiled function of a state and a batch; compiled once for each layout and shape of batch.
 
     Attributes:
@@ -124,7 +125,7 @@ class Step:
         split, whole = PartitionSpec(axes), PartitionSpec()
         index = jnp.arange(data_parallel_size(layout.mesh), dtype=jnp.uint32)
         mapped = jax.shard_map(
-            lambda params, variables, key, index, batch: function(params, variables, key, index, batch),
+            function,
             mesh=layout.mesh,
             in_specs=([leaf.spec for leaf in layout.param_leaves], whole, whole, split, split),
             out_specs=out_specs,
@@ -134,11 +135,13 @@ class Step:
         return lambda params, variables, key, batch: mapped(jax.tree.leaves(params), variables, key, index, batch)
 
     @property
+    @abc.abstractmethod
     def micro_batches(self) -> int:
-        raise NotImplementedError
+        """The number of parts that a device's rows are computed in."""
 
+    @abc.abstractmethod
     def _jit(self, layout: Layout) -> Any:
-        raise NotImplementedError
+        """The jitted function of (state, batch) for a layout."""
 
 
 class TrainStep(Step):
