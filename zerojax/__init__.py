@@ -9,21 +9,25 @@ if TYPE_CHECKING:
     from zerojax.checkpoint import save as save
     from zerojax.errors import UserError as UserError
     from zerojax.mesh import make_mesh as make_mesh
+    from zerojax.precision import LossScale as LossScale
     from zerojax.precision import Precision as Precision
     from zerojax.weighted import Weighted as Weighted
     from zerojax.zero import State as State
     from zerojax.zero import Zero as Zero
+    from zerojax.zero import all_examples as all_examples
 
 __version__ = "0.1.0"
 
 # Where each public name lives. They are imported at first use: the command answers --help without jax, and --emulate
 # has to set what jax reads when it is imported.
 _HOMES = {
+    "LossScale": "zerojax.precision",
     "Precision": "zerojax.precision",
     "State": "zerojax.zero",
     "UserError": "zerojax.errors",
     "Weighted": "zerojax.weighted",
     "Zero": "zerojax.zero",
+    "all_examples": "zerojax.zero",
     "block": "zerojax.adapters",
     "make_mesh": "zerojax.mesh",
     "restore": "zerojax.checkpoint",

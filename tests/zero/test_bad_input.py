@@ -53,7 +53,7 @@ def test_stages(stage):
         ("clip_norm", float("nan")),
         ("clip_norm", "1"),
         ("remat", "full"),
-        ("precision", "fp16"),
+        ("precision", "fp8"),
         ("precision", "float32"),
         ("precision", None),
         ("mesh", (8,)),

@@ -28,12 +28,15 @@ class Adapter(Protocol):
     """Whether every read of a parameter inside the model passes through `Deferred.read`; otherwise only entries into a
     `block` do, and a parameter that is used elsewhere has to be an array."""
 
-    def join(self, params: Any, variables: Any, rng: jax.Array, *, training: bool) -> Any:
-        """The model. `rng` seeds the random streams it holds itself; training leaves the mode it was made in."""
+    def join(
+        self, params: Any, variables: Any, rng: jax.Array, *, training: bool, batch_axes: tuple[str, ...] = ()
+    ) -> Any:
+        """The model. `rng` seeds the random streams it holds itself; training leaves the mode it was made in. Over
+        `batch_axes` of the mesh its normalisations by the batch take their statistics."""
         ...
 
-    def variables(self, model: Any) -> Any:
-        """The carried arrays of `model` after it has run."""
+    def carried(self, model: Any, aux: Any) -> tuple[Any, Any]:
+        """The carried arrays of `model` after it has run, and what remains of the loss function's aux."""
         ...
 
 

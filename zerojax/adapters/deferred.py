@@ -60,12 +60,27 @@ class Deferred:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.read(), name)
 
+    def __jax_array__(self) -> jax.Array:
+        return self.read()
+
     def tree_flatten(self) -> tuple[tuple[jax.Array, ...], tuple[Callable[..., jax.Array], bool]]:
         return self.parts, (self.make, self.regathers)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Callable[..., jax.Array], bool], parts: tuple[jax.Array, ...]) -> "Deferred":
         return cls(parts, *static)
+
+
+def _forwarded(operator: str) -> Callable[..., Any]:
+    return lambda self, *operands: getattr(self.read(), operator)(*operands)
+
+
+# A model that takes a parameter by itself, past the framework that would read it, computes with it as with an array.
+for _name in (
+    "abs add eq floordiv ge getitem gt le len lt matmul mod mul ne neg pow radd rfloordiv rmatmul rmod rmul rpow rsub "
+    "rtruediv sub truediv"
+).split():
+    setattr(Deferred, f"__{_name}__", _forwarded(f"__{_name}__"))
 
 
 def is_deferred(x: Any) -> bool:

@@ -19,6 +19,16 @@ def take_apart(model: Any) -> tuple[Adapter, Parts]:
         return nnx_adapter.take_apart(model)
     if nnx is not None:
         _refuse_parts(nnx, model)
+    if "flax.core" in sys.modules:
+        from zerojax.adapters import linen
+
+        if linen.is_variables(model):
+            return linen.take_apart(model)
+    if "equinox" in sys.modules:
+        from zerojax.adapters import equinox
+
+        if equinox.is_model(model):
+            return equinox.take_apart(model)
     return tree.take_apart(model)
 
 

@@ -62,23 +62,37 @@ class NnxAdapter:
 
     Attributes:
       graph: the module's structure.
-      params, rngs, carried: the module's variables with abstract values.
+      params, rngs, array_variables: the module's variables with abstract values.
     """
 
     graph: nnx.GraphDef
     params: nnx.State
     rngs: nnx.State
-    carried: nnx.State
+    array_variables: nnx.State
     finds_uses = True
 
-    def join(self, params: Any, variables: Any, rng: jax.Array, *, training: bool) -> nnx.Module:
-        model = nnx.merge(self.graph, _fill(self.params, params), _seed(self.rngs, rng), _fill(self.carried, variables))
+    def join(
+        self, params: Any, variables: Any, rng: jax.Array, *, training: bool, batch_axes: tuple[str, ...] = ()
+    ) -> nnx.Module:
+        model = nnx.merge(
+            self.graph, _fill(self.params, params), _seed(self.rngs, rng), _fill(self.array_variables, variables)
+        )
         if not training:
             model.eval()
+        if batch_axes:
+            for _, module in nnx.iter_modules(model):
+                if isinstance(module, nnx.BatchNorm) and module.axis_name is None:
+                    module.axis_name = batch_axes  # type: ignore[assignment]  # lax.pmean takes several axes
         return model
 
-    def variables(self, model: nnx.Module) -> Any:
-        return _arrays(nnx.state(model, _is_carried), like=self.carried)
+    def carried(self, model: nnx.Module, aux: Any) -> tuple[Any, Any]:
+        return _arrays(nnx.state(model, _is_carried), like=self.array_variables), aux
+
+    def matches(self, nnx_filter: Any) -> Any:
+        """Whether each parameter matches an NNX filter, in nested dicts."""
+        predicate = nnx.filterlib.to_predicate(nnx_filter)
+        flat = {path: bool(predicate(path, variable)) for path, variable in nnx.to_flat_state(self.params)}
+        return nnx.traversals.unflatten_mapping(flat)
 
 
 def take_apart(model: nnx.Module) -> tuple[NnxAdapter, Parts]:

@@ -20,12 +20,14 @@ class TreeAdapter:
     rest: Any
     finds_uses = False
 
-    def join(self, params: Any, variables: Any, rng: jax.Array, *, training: bool) -> Any:
-        del rng, training
+    def join(
+        self, params: Any, variables: Any, rng: jax.Array, *, training: bool, batch_axes: tuple[str, ...] = ()
+    ) -> Any:
+        del rng, training, batch_axes
         return jax.tree.map(_first, self.rest, params, variables, is_leaf=lambda x: x is None)
 
-    def variables(self, model: Any) -> Any:
-        return _split(model)[1]
+    def carried(self, model: Any, aux: Any) -> tuple[Any, Any]:
+        return _split(model)[1], aux
 
 
 def take_apart(model: Any) -> tuple[TreeAdapter, Parts]:

@@ -97,6 +97,11 @@ def read_manifest(directory: Path) -> Manifest:
     return Manifest(leaves, body["extra"], files)
 
 
+def leaf_names(directory: Path) -> list[str]:
+    """The names of the leaves of a checkpoint; raises as `read_manifest`."""
+    return list(read_manifest(directory).leaves)
+
+
 def check_same_model(directory: Path, stored: Mapping[str, LeafRecord], wanted: Mapping[str, LeafRecord]) -> None:
     """Compares the leaves of a checkpoint with those of the state it is to be restored into.
 

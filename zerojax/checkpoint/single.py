@@ -1,9 +1,12 @@
 """One checkpoint in one directory: save and restore."""
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from zerojax.checkpoint import manifest
 from zerojax.checkpoint.loading import load
@@ -12,13 +15,16 @@ from zerojax.checkpoint.saving import start_save
 from zerojax.errors import UserError
 
 
-def save(path: str | os.PathLike[str], state: Any, *, extra: Mapping[str, Any] | None = None) -> None:
+def save(
+    path: str | os.PathLike[str], state: Any, *, extra: Mapping[str, Any] | None = None, frozen: bool = True
+) -> None:
     """Saves `state` as the checkpoint `path` and returns when it is complete; every process calls it.
 
     Args:
       path: a directory that does not exist or is empty; shared by all processes.
       state: a State, of any stage and mesh.
       extra: a dict as `json.dumps` writes it, given back by `load_extra`; the primary process's is saved.
+      frozen: whether the parameters that are not trained are saved too.
 
     Raises:
       UserError: if there is something at `path`.
@@ -36,10 +42,11 @@ def save(path: str | os.PathLike[str], state: Any, *, extra: Mapping[str, Any] |
     target = Path(path).absolute()
     if not from_primary(lambda: _is_free(target)):
         raise UserError(f"checkpoint {path} exists already; accepted: a path where nothing is")
-    start_save(target, state, state.layout.logical, extra or {}).wait()
+    saved, logical = (state, state.layout.logical) if frozen else without_frozen(state)
+    start_save(target, saved, logical, extra or {}).wait()
 
 
-def restore(path: str | os.PathLike[str], zero: Any, make_model: Any, optimizer: Any) -> Any:
+def restore(path: str | os.PathLike[str], zero: Any, make_model: Any, optimizer: Any, *, frozen: Any = None) -> Any:
     """The state saved at `path`, born in the shards that `zero` gives it; every process calls it.
 
     Stage, mesh, precision and number of processes are those of `zero`, whatever they were when it was saved.
@@ -49,13 +56,31 @@ def restore(path: str | os.PathLike[str], zero: Any, make_model: Any, optimizer:
       zero: a `zerojax.Zero`.
       make_model: as for `zero.init`; it is traced, not run.
       optimizer: as for `zero.init`.
+      frozen: `state.frozen` of a state of the same model, for a checkpoint that was saved without.
 
     Raises:
       UserError: if `path` is no checkpoint, or one of another model or optimizer (what differs is listed).
       CheckpointError: if it is damaged.
     """
     abstract = zero.abstract_state(make_model, optimizer)
-    return load(_existing(path), abstract, abstract.layout.logical)[0]
+    directory = _existing(path)
+    if not jax.tree.leaves(abstract.frozen) or any(
+        name.startswith("frozen/") for name in manifest.leaf_names(directory)
+    ):
+        return load(directory, abstract, abstract.layout.logical)[0]
+    if frozen is None:
+        raise UserError(
+            f"checkpoint {path} was saved without its frozen parameters; accepted: restore(..., frozen=state.frozen) "
+            "with those of a state that has them"
+        )
+    restored = load(directory, *without_frozen(abstract))[0]
+    return dataclasses.replace(restored, frozen=jax.device_put(frozen, abstract.layout.shardings.frozen))
+
+
+def without_frozen(state: Any) -> tuple[Any, dict[str, Any]]:
+    """A state, and its logical leaves, without the parameters that are not trained."""
+    holes = jax.tree.map(lambda x: None, state.frozen)
+    return dataclasses.replace(state, frozen=holes), state.layout.logical | {"frozen": holes}
 
 
 def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:

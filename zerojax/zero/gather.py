@@ -8,6 +8,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +19,42 @@ from zerojax.errors import UserError
 from zerojax.mesh import SHARD_AXIS
 from zerojax.zero.partition import Cut
 
-_loss_runs = contextvars.ContextVar("loss_runs", default=False)
+# The data axes over which a loss function is running; empty outside of one.
+_loss_runs: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("loss_runs", default=())
 
 
 @contextlib.contextmanager
-def loss_running() -> Iterator[None]:
+def loss_running(axes: tuple[str, ...]) -> Iterator[None]:
     """While the loss function runs, no gradient of a shard may be asked for: it would be one of all devices' losses."""
-    token = _loss_runs.set(True)
+    token = _loss_runs.set(axes)
     try:
         yield
     finally:
         _loss_runs.reset(token)
+
+
+def all_examples(x: Any) -> Any:
+    """The rows of every device's part of a micro-batch, for a loss that compares examples with each other.
+
+    Inside of a loss function a device sees its own rows of the micro-batch. This gathers a value that has one row for
+    each of them over the data axes, in the order of the global batch, so that a loss over all rows (a contrastive loss,
+    a statistic of the batch) is that of one device. Its gradient goes back to the devices that the rows came from.
+    Outside of a step it returns `x`.
+
+    Args:
+      x: a pytree of arrays, (rows of this device, ...).
+
+    Returns:
+      The same with (rows of all devices, ...).
+
+    >>> import jax.numpy as jnp
+    >>> all_examples(jnp.ones((4, 2))).shape  # no step is running
+    (4, 2)
+    """
+    axes = _loss_runs.get()
+    if not axes:
+        return x
+    return jax.tree.map(lambda rows: jax.lax.all_gather(rows, axes, axis=0, tiled=True), x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +72,12 @@ class Point:
     reduce: jnp.dtype | None
 
     def gather(self, shard: jax.Array) -> jax.Array:
-        """The whole leaf in the compute dtype, which is what goes over the wire."""
+        """The whole leaf in the compute dtype; the narrower of that and its own goes over the wire."""
         dim = self.cut.axis(shard.ndim)
-        whole = jax.lax.all_gather(shard.astype(self.compute), SHARD_AXIS, axis=dim, tiled=True)
-        return self.cut.unpad(whole)
+        if shard.dtype.itemsize > self.compute.itemsize:
+            shard = shard.astype(self.compute)
+        whole = jax.lax.all_gather(shard, SHARD_AXIS, axis=dim, tiled=True)
+        return self.cut.unpad(whole.astype(self.compute))
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
         """This device's part of the sum over devices of a whole leaf's gradient."""

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zerojax.adapters import Adapter, Deferred
+from zerojax.adapters.batch_norm import linen_statistics_over
 from zerojax.adapters.regather import all_but_gathered
 from zerojax.errors import UserError, shown
 from zerojax.mesh import REPLICA_AXIS, data_axes
@@ -19,7 +20,7 @@ from zerojax.zero.gather import GatherAtUse, Point, UseGathered, loss_running
 from zerojax.zero.partition import Leaf
 from zerojax.zero.stages import Gather, Reduce, Stage
 from zerojax.zero.state import Layout
-from zerojax.zero.uses import MarkUse, Uses, find_uses
+from zerojax.zero.uses import MarkUse, Use, Uses, find_uses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class LocalLoss:
       precision: the dtypes.
       remat: a policy of `jax.checkpoint` for the whole loss, or `None`.
       training: whether the model is in its training mode.
+      batch_axes: the mesh axes over which normalisations by the batch take their statistics.
       tell_uses: called with what tracing the loss has found.
     """
 
@@ -42,61 +44,78 @@ class LocalLoss:
     precision: Precision
     remat: Callable[..., bool] | None = None
     training: bool = True
+    batch_axes: tuple[str, ...] = ()
     tell_uses: Callable[[Uses], None] = lambda uses: None
 
     @property
     def leaves(self) -> list[Leaf]:
+        """Of the parameters that are trained."""
         return self.layout.param_leaves
+
+    @property
+    def frozen_leaves(self) -> list[Leaf]:
+        return self.layout.frozen_leaves
 
     def point(self, leaf: Leaf) -> Point:
         return Point(leaf.cut, self.precision.compute, self.precision.reduce)
 
-    def compute_copies(self, params: Sequence[jax.Array]) -> list[jax.Array]:
+    def compute_copies(self, leaves: Sequence[Leaf], params: Sequence[jax.Array]) -> list[jax.Array]:
         """The whole parameters in the compute dtype."""
         return [
             self.point(leaf).gather(p) if leaf.cut.dim is not None else p.astype(self.precision.compute)
-            for leaf, p in zip(self.leaves, params, strict=True)
+            for leaf, p in zip(leaves, params, strict=True)
         ]
 
-    def shards(self, params: Sequence[jax.Array]) -> list[jax.Array]:
+    def shards(self, leaves: Sequence[Leaf], params: Sequence[jax.Array]) -> list[jax.Array]:
         """What gradients are taken of where they are reduced at use: shards of cut leaves, compute copies of others."""
         return [
             p if leaf.cut.dim is not None else p.astype(self.precision.compute)
-            for leaf, p in zip(self.leaves, params, strict=True)
+            for leaf, p in zip(leaves, params, strict=True)
         ]
 
-    def at_use(self, params: Sequence[jax.Array], gathered: Sequence[jax.Array] | None, uses: Uses) -> list[Any]:
+    def at_use(
+        self,
+        leaves: Sequence[Leaf],
+        params: Sequence[jax.Array],
+        gathered: Sequence[jax.Array] | None,
+        uses: Sequence[Use],
+    ) -> list[Any]:
         """The model's parameters from operands: cut leaves made whole where they are used, others as they are."""
 
         def present(i: int, leaf: Leaf, operand: jax.Array) -> Any:
             if leaf.cut.dim is None:
                 return operand
             if gathered is None:
-                regathers = not any(uses.params[i].in_remat)
+                regathers = not any(uses[i].in_remat)
                 deferred = Deferred((operand,), GatherAtUse(self.point(leaf)), regathers)
             else:
                 deferred = Deferred((operand, gathered[i]), UseGathered(self.point(leaf)))
-            return deferred.read() if on_entry(leaf, uses, i) else deferred
+            return deferred.read() if on_entry(leaf, uses[i]) else deferred
 
-        return [present(i, leaf, operand) for i, (leaf, operand) in enumerate(zip(self.leaves, params, strict=True))]
+        return [present(i, leaf, operand) for i, (leaf, operand) in enumerate(zip(leaves, params, strict=True))]
 
-    def run(self, params: Sequence[Any], variables: Any, key: jax.Array, batch: Any) -> tuple[jax.Array, "Outcome"]:
+    def run(
+        self, params: Sequence[Any], frozen: Sequence[Any], variables: Any, key: jax.Array, batch: Any
+    ) -> tuple[jax.Array, "Outcome"]:
         """The loss's total, and the rest of what one micro-batch gives."""
         adapter = self.layout.adapter
-        tree = jax.tree.unflatten(jax.tree.structure(self.layout.leaves["params"]), params)
-        model = adapter.join(tree, variables, key, training=self.training)
-        with loss_running():
-            loss, aux = split_aux(self.loss_fn(model, batch, key))
-        return loss.total, Outcome(loss, aux, adapter.variables(model))
+        model_params = self.layout.join_params(params, frozen)
+        model = adapter.join(model_params, variables, key, training=self.training, batch_axes=self.batch_axes)
+        with loss_running(data_axes(self.layout.mesh)), linen_statistics_over(self.batch_axes):
+            loss, aux = split_loss(self.loss_fn(model, batch, key))
+        variables, aux = adapter.carried(model, aux)
+        return loss.total, Outcome(loss, split_aux(aux), variables)
 
     def find_uses(self, variables: Any, key: jax.Array, batch: Any) -> Uses:
         adapter: Adapter = self.layout.adapter
+        n = len(self.leaves)
 
         def marked(params: Sequence[jax.Array]) -> Any:
             presented = [Deferred((p,), MarkUse()) for p in params] if adapter.finds_uses else params
-            return self.run(presented, variables, key, batch)
+            return self.run(presented[:n], presented[n:], variables, key, batch)
 
-        whole = [jax.ShapeDtypeStruct(leaf.shape, self.precision.compute) for leaf in self.leaves]
+        compute = self.precision.compute
+        whole = [jax.ShapeDtypeStruct(leaf.shape, compute) for leaf in (*self.leaves, *self.frozen_leaves)]
         uses = find_uses(marked, whole)
         self.tell_uses(uses)
         return uses
@@ -111,7 +130,7 @@ class LocalLoss:
         regather = self.stage.gather is Gather.AT_USE and finds_uses and uses is not None and not uses.remats
         if self.remat is None and not regather:
             return function
-        sizes = gathered_sizes(self.leaves, uses) if regather and uses is not None else set()
+        sizes = gathered_sizes([*self.leaves, *self.frozen_leaves], uses) if regather and uses is not None else set()
         return jax.checkpoint(function, policy=all_but_gathered(sizes, self.remat))
 
 
@@ -126,9 +145,8 @@ def gathered_sizes(leaves: Sequence[Leaf], uses: Uses) -> set[int]:
     }
 
 
-def on_entry(leaf: Leaf, uses: Uses, i: int) -> bool:
+def on_entry(leaf: Leaf, use: Use) -> bool:
     """Whether a cut leaf has to be whole before the model runs, since something other than a gather point sees it."""
-    use = uses.params[i]
     return use.outside is not None or any(not leaf.cut.survives(leaf.shape, seen) for seen in use.shapes)
 
 
@@ -142,15 +160,20 @@ class Outcome:
     variables: Any
 
 
-def split_aux(out: Any) -> tuple[Weighted, dict[str, Weighted]]:
-    """What a loss function returned, as float32 sums and weights."""
+def split_loss(out: Any) -> tuple[Weighted, Any]:
+    """What a loss function returned: the loss as a float32 sum and weight, and the aux as it is."""
     has_aux = isinstance(out, tuple) and not isinstance(out, Weighted)
     if has_aux and len(out) != 2:
         raise UserError(f"loss_fn returned {len(out)} values; accepted: a loss, or a pair (loss, aux)")
     loss, aux = out if has_aux else (out, {})
-    if not isinstance(aux, dict):
+    return _as_weighted("loss", loss), aux
+
+
+def split_aux(aux: Any) -> dict[str, Weighted]:
+    """The scalars of an aux, as float32 sums and weights."""
+    if not isinstance(aux, Mapping):
         raise UserError(f"loss_fn returned aux of type {type(aux).__name__}; accepted: a dict of names and scalars")
-    return _as_weighted("loss", loss), {name: _as_weighted(f"aux {name!r}", value) for name, value in aux.items()}
+    return {name: _as_weighted(f"aux {name!r}", value) for name, value in aux.items()}
 
 
 def _as_weighted(name: str, value: Any) -> Weighted:
@@ -175,60 +198,98 @@ def local_gradients(
     loss: LocalLoss,
     micro_batches: int,
     params: Sequence[jax.Array],
+    frozen: Sequence[jax.Array],
     variables: Any,
     key_data: jax.Array,
+    scale: jax.Array,
     shard_index: jax.Array,
     batch: Any,
 ) -> tuple[Weighted, dict[str, Weighted], list[jax.Array], Any]:
-    """Loss sums, gradients of their total and carried variables of one step, summed over all devices.
+    """Loss sums of each micro-batch, aux sums, gradients of the losses' total, and carried variables of one step.
 
-    Runs inside `shard_map`: `params` are this device's shards, `batch` its rows. A micro-batch's key is folded from
-    the step's key, the micro-batch's number and the device's number along the data axes.
+    Runs inside `shard_map`: `params` and `frozen` are this device's shards, `batch` its rows. Sums and gradients are
+    over all devices. Micro-batch i is every M-th row of the batch from row i on, whatever the number of devices. Its
+    key is folded from the step's key, i, and the device's number along the data axes.
     """
     stage, axes = loss.stage, data_axes(loss.layout.mesh)
-    batch = jax.tree.map(lambda x: x.reshape(micro_batches, x.shape[0] // micro_batches, *x.shape[1:]), batch)
+    batch = jax.tree.map(lambda x: split_rows(x, micro_batches), batch)
     key = jax.random.wrap_key_data(key_data)
     key_of = lambda i: jax.random.fold_in(jax.random.fold_in(key, i), shard_index[0])
     first = jax.tree.map(lambda x: x[0], batch)
+    n = len(loss.leaves)
 
     # Place 1, between steps, is the state's layout. Place 2: the compute-dtype copy is gathered.
-    gathered = None if stage.gather is Gather.AT_USE else loss.compute_copies(params)
+    gathered = None if stage.gather is Gather.AT_USE else loss.compute_copies(loss.leaves, params)
+    frozen = frozen if stage.gather is Gather.AT_USE else loss.compute_copies(loss.frozen_leaves, frozen)
     # Place 3: the backward pass reduces a gradient where its parameter was used, if the stage says so.
     uses = loss.find_uses(variables, key, first) if stage.reduce is Reduce.AT_USE else None
-    operands = gathered if uses is None and gathered is not None else loss.shards(params)
+    operands = gathered if uses is None and gathered is not None else loss.shards(loss.leaves, params)
 
     def objective(operands: Sequence[jax.Array], variables: Any, key: jax.Array, batch: Any) -> Any:
-        model_params = operands if uses is None else loss.at_use(operands, gathered, uses)
-        return loss.run(model_params, variables, key, batch)
+        model_params, model_frozen = operands, frozen
+        if uses is not None:
+            model_params = loss.at_use(loss.leaves, operands, gathered, uses.params[:n])
+            if stage.gather is Gather.AT_USE:
+                shards = loss.shards(loss.frozen_leaves, frozen)
+                model_frozen = loss.at_use(loss.frozen_leaves, shards, None, uses.params[n:])
+        total, outcome = loss.run(model_params, model_frozen, variables, key, batch)
+        return total * lift_of(outcome.loss.weight), outcome
+
+    def lift_of(weight: jax.Array) -> jax.Array:
+        """The loss scale for the mean over a micro-batch of `weight` on this device; 1 where losses are not scaled."""
+        if loss.precision.loss_scale is None:
+            return jnp.ones((), jnp.float32)
+        weight = jax.lax.psum(weight, axes)
+        return scale / jnp.where(weight == 0, 1.0, weight)
 
     gradient = jax.value_and_grad(loss.rematerialised(objective, uses), has_aux=True)
 
-    def micro_batch(variables: Any, i: jax.Array | int, batch: Any) -> tuple[Outcome, list[jax.Array]]:
+    def micro_batch(variables: Any, i: jax.Array | int, batch: Any) -> tuple[Outcome, list[jax.Array], jax.Array]:
         (_, outcome), gradients = gradient(operands, variables, key_of(i), batch)
-        return outcome, gradients
+        return outcome, gradients, 1 / lift_of(outcome.loss.weight)
 
     if micro_batches == 1:
-        outcome, gradients = micro_batch(variables, 0, first)
-        sums, variables = (outcome.loss, outcome.aux), outcome.variables
+        outcome, gradients, lower = micro_batch(variables, 0, first)
+        losses = jax.tree.map(lambda x: x[None], outcome.loss)
+        aux, variables = outcome.aux, outcome.variables
     else:
         shapes = jax.eval_shape(micro_batch, variables, 0, first)[0]
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes.loss, shapes.aux))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.aux)
         accumulator = [jnp.zeros(x.shape, loss.precision.accumulate) for x in operands]
 
-        def accumulate(carry: Any, xs: Any) -> tuple[Any, None]:
-            sums, accumulator, variables = carry
-            outcome, gradients = micro_batch(variables, *xs)
-            sums = jax.tree.map(jnp.add, sums, (outcome.loss, outcome.aux))
-            accumulator = [a + g.astype(a.dtype) for a, g in zip(accumulator, gradients, strict=True)]
-            return (sums, accumulator, outcome.variables), None
+        def accumulate(carry: Any, xs: Any) -> tuple[Any, Weighted]:
+            aux, accumulator, variables = carry
+            outcome, gradients, lower = micro_batch(variables, *xs)
+            aux = jax.tree.map(jnp.add, aux, outcome.aux)
+            accumulator = [
+                a + _lowered(g.astype(a.dtype), loss, lower) for a, g in zip(accumulator, gradients, strict=True)
+            ]
+            return (aux, accumulator, outcome.variables), outcome.loss
 
         start = (zeros, accumulator, variables)
-        (sums, gradients, variables), _ = jax.lax.scan(accumulate, start, (jnp.arange(micro_batches), batch))
+        (aux, gradients, variables), losses = jax.lax.scan(accumulate, start, (jnp.arange(micro_batches), batch))
+        lower = jnp.ones((), jnp.float32)
 
     # Place 4: what was not reduced at its use is reduced now, once.
-    gradients = reduce_once(loss, gradients)
-    sums = jax.lax.psum(sums, axes)
-    return *sums, gradients, mean_over(variables, axes, shard_index[0] == 0)
+    gradients = [_lowered(g, loss, lower) for g in reduce_once(loss, gradients)]
+    losses, aux = jax.lax.psum((losses, aux), axes)
+    return losses, aux, gradients, mean_over(variables, axes, shard_index[0] == 0)
+
+
+def split_rows(x: jax.Array, micro_batches: int) -> jax.Array:
+    """(rows, ...) to (M, rows / M, ...): micro-batch i is rows i, i + M, i + 2M and so on.
+
+    A device's rows begin at a multiple of M, so these are the same rows of the global batch on any number of devices.
+
+    >>> split_rows(jnp.arange(6), 2).tolist()
+    [[0, 2, 4], [1, 3, 5]]
+    """
+    return jnp.moveaxis(x.reshape(x.shape[0] // micro_batches, micro_batches, *x.shape[1:]), 1, 0)
+
+
+def _lowered(gradient: jax.Array, loss: LocalLoss, factor: jax.Array) -> jax.Array:
+    """A gradient of a scaled loss brought back to that of the loss."""
+    return gradient if loss.precision.loss_scale is None else gradient * factor.astype(gradient.dtype)
 
 
 def reduce_once(loss: LocalLoss, gradients: Sequence[jax.Array]) -> list[jax.Array]:
@@ -266,6 +327,7 @@ def mean_over(variables: Any, axes: tuple[str, ...], is_first: jax.Array) -> Any
 def local_loss(
     loss: LocalLoss,
     params: Sequence[jax.Array],
+    frozen: Sequence[jax.Array],
     variables: Any,
     key_data: jax.Array,
     shard_index: jax.Array,
@@ -273,6 +335,8 @@ def local_loss(
 ) -> tuple[Weighted, dict[str, Weighted]]:
     """Loss sums without gradients, over all devices: parameters are gathered where they are used."""
     key = jax.random.fold_in(jax.random.wrap_key_data(key_data), shard_index[0])
-    uses = loss.find_uses(variables, key, batch)
-    _, outcome = loss.run(loss.at_use(loss.shards(params), None, uses), variables, key, batch)
+    uses, n = loss.find_uses(variables, key, batch), len(loss.leaves)
+    used = lambda leaves, values, uses: loss.at_use(leaves, loss.shards(leaves, values), None, uses)
+    trained = used(loss.leaves, params, uses.params[:n])
+    _, outcome = loss.run(trained, used(loss.frozen_leaves, frozen, uses.params[n:]), variables, key, batch)
     return jax.lax.psum((outcome.loss, outcome.aux), data_axes(loss.layout.mesh))

@@ -17,7 +17,7 @@ def leaf_notes(layout: Layout, stage: Stage, uses: Uses | None, min_shard_size: 
         return []
     return [
         LeafNote(leaf.name, leaf.shape, leaf.size * leaf.dtype.itemsize, "; ".join(said))
-        for i, leaf in enumerate(layout.param_leaves)
+        for i, leaf in enumerate([*layout.param_leaves, *layout.frozen_leaves])
         if (said := list(_notes(i, leaf, layout, stage, uses, min_shard_size)))
     ]
 
@@ -31,7 +31,7 @@ def _notes(i: int, leaf: Leaf, layout: Layout, stage: Stage, uses: Uses | None, 
     if uses is None or stage.gather is not Gather.AT_USE:
         return
     use = uses.params[i]
-    if on_entry(leaf, uses, i):
+    if on_entry(leaf, use):
         why = f"{use.outside!r} takes it outside of a layer" if use.outside else "a scan walks along its cut dimension"
         yield f"gathered when the model is entered: {why}"
     elif not all(use.in_remat) and (uses.remats if layout.adapter.finds_uses else any(use.in_remat)):

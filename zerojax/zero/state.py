@@ -1,12 +1,14 @@
 """The training state: a pytree of global arrays, and the layout that says what they mean."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from zerojax.adapters import Adapter
+from zerojax.adapters import Adapter, is_deferred
+from zerojax.zero.loss_scale import ScalerState
 from zerojax.zero.partition import Leaf
 
 
@@ -19,7 +21,7 @@ class Layout:
       adapter: how a model of the user's kind is made of parameters.
       optimizer: the optax transformation.
       leaves: a `Leaf` for each leaf of the state, in trees of the state's structure under the state's field names.
-      model_dtypes: the dtypes of the parameters as the user's model has them, in a tree of the parameters' structure.
+      model_dtypes: the dtypes of the trained parameters as the user's model has them, in a tree of their structure.
     """
 
     mesh: Mesh
@@ -59,7 +61,19 @@ class Layout:
 
     @property
     def param_leaves(self) -> list[Leaf]:
+        """Of the parameters that are trained."""
         return jax.tree.leaves(self.leaves["params"])
+
+    @property
+    def frozen_leaves(self) -> list[Leaf]:
+        return jax.tree.leaves(self.leaves["frozen"])
+
+    def join_params(self, params: Sequence[Any], frozen: Sequence[Any]) -> Any:
+        """The model's parameters, of trained and frozen ones in the order of their leaves."""
+        trained = jax.tree.unflatten(jax.tree.structure(self.leaves["params"]), params)
+        rest = jax.tree.unflatten(jax.tree.structure(self.leaves["frozen"]), frozen)
+        is_leaf = lambda x: x is None or is_deferred(x)
+        return jax.tree.map(lambda a, b: b if a is None else a, trained, rest, is_leaf=is_leaf)
 
 
 @jax.tree_util.register_dataclass
@@ -69,10 +83,14 @@ class State:
 
     Attributes:
       step: int32 scalar, the number of updates applied.
-      params: master parameters, as a tree of global arrays. For an NNX model, nested dicts under its attributes' names.
+      params: master parameters that are trained, as a tree of global arrays. For an NNX model, nested dicts under its
+        attributes' names; for Linen variables, the collection "params".
+      frozen: the other parameters in their own dtype, in a tree of the same structure; each has `None` where the other
+        has an array.
       opt_state: the optax state.
       variables: arrays of the model that are carried but not trained, such as BatchNorm's statistics.
       rng: uint32 data of the key that all randomness of training is folded from.
+      loss_scale: the state of loss scaling, and the number of steps skipped.
       layout: how the leaves are laid out.
 
     A leaf whose cut dimension the number of devices does not divide is stored with zeros at that dimension's end.
@@ -80,7 +98,9 @@ class State:
 
     step: jax.Array
     params: Any
+    frozen: Any
     opt_state: Any
     variables: Any
     rng: jax.Array
+    loss_scale: ScalerState
     layout: Layout = dataclasses.field(metadata={"static": True})

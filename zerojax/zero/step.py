@@ -17,6 +17,7 @@ from zerojax.mesh import data_axes, data_parallel_size
 from zerojax.precision import Precision
 from zerojax.weighted import Weighted
 from zerojax.zero.gradients import LocalLoss, local_gradients, local_loss
+from zerojax.zero.loss_scale import scale_of
 from zerojax.zero.stages import Stage
 from zerojax.zero.state import Layout, State
 from zerojax.zero.update import apply_update
@@ -36,6 +37,7 @@ class Settings:
     micro_batches: int
     clip_norm: float | None
     remat: Callable[..., bool] | None
+    batch_statistics: str
 
 
 class Step(abc.ABC):
@@ -54,7 +56,8 @@ class Step(abc.ABC):
         self.uses: dict[Layout, Uses] = {}
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
-    def __call__(self, state: State, batch: Any) -> Any:
+    def run(self, state: State, batch: Any) -> Any:
+        """All that the compiled function returns."""
         if not isinstance(state, State):
             raise UserError(
                 f"the first argument is {shown(state)}; accepted: a state, as zero.init makes, then a batch"
@@ -82,7 +85,16 @@ class Step(abc.ABC):
     def local_loss(self, layout: Layout, *, training: bool) -> LocalLoss:
         settings = self.settings
         tell = functools.partial(self.uses.__setitem__, layout)
-        return LocalLoss(self.loss_fn, layout, settings.stage, settings.precision, settings.remat, training, tell)
+        return LocalLoss(
+            self.loss_fn,
+            layout,
+            settings.stage,
+            settings.precision,
+            settings.remat,
+            training,
+            data_axes(layout.mesh) if settings.batch_statistics == "global" else (),
+            tell,
+        )
 
     def place(self, layout: Layout, batch: Any) -> Any:
         """The batch as global arrays, split over the data axes along the first axis; in a multi-process run from each
@@ -119,20 +131,24 @@ class Step(abc.ABC):
             raise UserError(f"batch leaves have {sorted(sizes)} examples; accepted: one array or more, all of one size")
         return placed
 
-    def manual(self, layout: Layout, function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-        """`function` of (parameters, variables, key data, shard index, batch), manual over the data axes."""
+    def manual(self, layout: Layout, function: Callable[..., Any], wholes: int, out_specs: Any) -> Callable[..., Any]:
+        """`function` of (parameters, frozen ones, `wholes` operands that are whole, shard index, batch), as one of all
+        but the shard index, manual over the data axes."""
         axes = data_axes(layout.mesh)
         split, whole = PartitionSpec(axes), PartitionSpec()
         index = jnp.arange(data_parallel_size(layout.mesh), dtype=jnp.uint32)
+        specs = [[leaf.spec for leaf in leaves] for leaves in (layout.param_leaves, layout.frozen_leaves)]
         mapped = jax.shard_map(
             function,
             mesh=layout.mesh,
-            in_specs=([leaf.spec for leaf in layout.param_leaves], whole, whole, split, split),
+            in_specs=(*specs, *[whole] * wholes, split, split),
             out_specs=out_specs,
             axis_names=set(axes),
             check_vma=False,
         )
-        return lambda params, variables, key, batch: mapped(jax.tree.leaves(params), variables, key, index, batch)
+        return lambda params, frozen, *operands: mapped(
+            jax.tree.leaves(params), jax.tree.leaves(frozen), *operands[:-1], index, operands[-1]
+        )
 
     @property
     @abc.abstractmethod
@@ -145,7 +161,13 @@ class Step(abc.ABC):
 
 
 class TrainStep(Step):
-    """`(state, batch) -> (state, metrics)`. The state given is donated: use the one returned."""
+    """`(state, batch) -> (state, metrics)`. The state given is donated: use the one returned.
+
+    `run` returns each micro-batch's loss beside these, (M,).
+    """
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
+        return self.run(state, batch)[:2]
 
     @property
     def micro_batches(self) -> int:
@@ -156,32 +178,37 @@ class TrainStep(Step):
         specs = [leaf.spec for leaf in layout.param_leaves]
         whole = PartitionSpec()
         gradients_of = self.manual(
-            layout, functools.partial(local_gradients, loss, self.micro_batches), (whole, whole, specs, whole)
+            layout, functools.partial(local_gradients, loss, self.micro_batches), 3, (whole, whole, specs, whole)
         )
 
-        def train_step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
+        def train_step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array], jax.Array]:
             key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-            total, aux, gradients, variables = gradients_of(
-                state.params, state.variables, jax.random.key_data(key), batch
+            scale = scale_of(self.settings.precision.loss_scale, state.loss_scale)
+            losses, aux, gradients, variables = gradients_of(
+                state.params, state.frozen, state.variables, jax.random.key_data(key), scale, batch
             )
+            total = Weighted(losses.total.sum(), losses.weight.sum())
             inverse = jnp.where(total.weight == 0, 0.0, 1.0 / total.weight)  # a batch of no weight changes nothing
             gradients = [g * inverse.astype(g.dtype) for g in gradients]
             gradients = jax.tree.unflatten(jax.tree.structure(state.params), gradients)
-            state, norm = apply_update(layout, state, gradients, variables, mean(total), self.settings.clip_norm)
+            state, norm = apply_update(layout, state, gradients, variables, mean(total), self.settings)
             metrics = metrics_of(total, aux, reserved=METRICS) | {
                 "grad_norm": norm,
-                "loss_scale": jnp.ones((), jnp.float32),
-                "skipped": jnp.zeros((), jnp.int32),
+                "loss_scale": scale,
+                "skipped": state.loss_scale.skipped,
                 "step": state.step,
             }
-            return state, metrics
+            return state, metrics, mean(losses)
 
         everywhere = NamedSharding(layout.mesh, PartitionSpec())
-        return jax.jit(train_step, donate_argnums=0, out_shardings=(layout.shardings, everywhere))
+        return jax.jit(train_step, donate_argnums=0, out_shardings=(layout.shardings, everywhere, everywhere))
 
 
 class EvalStep(Step):
     """`(state, batch) -> metrics`: the loss and the aux scalars over the batch, with the model in evaluation mode."""
+
+    def __call__(self, state: State, batch: Any) -> dict[str, jax.Array]:
+        return self.run(state, batch)
 
     @property
     def micro_batches(self) -> int:
@@ -189,18 +216,18 @@ class EvalStep(Step):
 
     def _jit(self, layout: Layout) -> Any:
         loss = self.local_loss(layout, training=False)
-        losses_of = self.manual(layout, functools.partial(local_loss, loss), PartitionSpec())
+        losses_of = self.manual(layout, functools.partial(local_loss, loss), 2, PartitionSpec())
 
         def eval_step(state: State, batch: Any) -> dict[str, jax.Array]:
             key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), EVALUATION_SALT)
-            total, aux = losses_of(state.params, state.variables, jax.random.key_data(key), batch)
+            total, aux = losses_of(state.params, state.frozen, state.variables, jax.random.key_data(key), batch)
             return metrics_of(total, aux, reserved=("loss", "weight")) | {"weight": total.weight}
 
         return jax.jit(eval_step, out_shardings=NamedSharding(layout.mesh, PartitionSpec()))
 
 
 def mean(sums: Weighted) -> jax.Array:
-    """Total over weight; 0 where nothing weighs."""
+    """Total over weight, elementwise; 0 where nothing weighs."""
     return jnp.where(sums.weight == 0, 0.0, sums.total / jnp.where(sums.weight == 0, 1.0, sums.weight))
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,17 @@ from zerojax.adapters import Adapter, take_apart
 from zerojax.errors import UserError, shown
 from zerojax.mesh import SHARD_AXIS, as_zero_mesh
 from zerojax.precision import Precision
+from zerojax.zero.loss_scale import initial_state
 from zerojax.zero.notes import leaf_notes
 from zerojax.zero.partition import Leaf, cut_of
 from zerojax.zero.report import Report, make_report
 from zerojax.zero.stages import Stage, stage_of
 from zerojax.zero.state import Layout, State
 from zerojax.zero.step import EvalStep, Settings, TrainStep
+from zerojax.zero.trainable import chosen, divide
+from zerojax.zero.verify import Verification, verify
 
+PARTITIONED = ("params", "frozen", "opt_state")
 TRAINING_SALT = 0x7A65726F  # keeps the randomness of training apart from the initialisation's
 
 
@@ -33,11 +37,16 @@ class Zero:
       stage: 0 to 3, a row of the stage table (`zerojax.zero.stages`).
       mesh: the devices, as `make_mesh` makes them; all of them on one "data" axis by default. Partitions lie along
         "data", copies of them along "replica", further axes are the model's.
-      precision: "fp32", "bf16" or a `Precision`.
+      precision: "fp32", "bf16", "fp16" or a `Precision`.
       micro_batches: number of parts that each device's rows of a batch are computed in, their gradients accumulated.
       clip_norm: the global L2 norm that gradients are scaled down to, or `None`. The reported norm is the one before.
       remat: a policy of `jax.checkpoint_policies` applied to the whole loss, or `None` to leave that to the model.
       min_shard_size: leaves with fewer elements stay whole on every device.
+      trainable: which parameters are trained: a function of a parameter's path ("blocks/mlp/up/kernel") and the
+        parameter, or for an NNX model an NNX filter such as `nnx.LoRAParam`; all of them by default. The others have no
+        gradient, no optimizer state and no master copy, keep their dtype, and lie in shards like the rest.
+      batch_statistics: "global": modules that normalise by the batch (BatchNorm of NNX, Linen and Equinox) do so over
+        the whole micro-batch, as on one device; "per_device": over each device's rows of it.
 
     Raises:
       UserError: if a setting is out of its range.
@@ -58,6 +67,8 @@ class Zero:
     clip_norm: float | None = None
     remat: Callable[..., bool] | None = None
     min_shard_size: int = 1024
+    trainable: Any = None
+    batch_statistics: Literal["global", "per_device"] = "global"
 
     def __post_init__(self) -> None:
         stage_of(self.stage)
@@ -69,6 +80,8 @@ class Zero:
             _check("clip_norm", self.clip_norm, numbers.Real, lambda norm: norm > 0, "a positive number, or None")
         if self.remat is not None and not callable(self.remat):
             raise UserError(f"remat is {shown(self.remat)}; accepted: a policy of jax.checkpoint_policies, or None")
+        if self.batch_statistics not in ("global", "per_device"):
+            raise UserError(f"batch_statistics is {shown(self.batch_statistics)}; accepted: 'global' or 'per_device'")
 
     @property
     def row(self) -> Stage:
@@ -82,7 +95,7 @@ class Zero:
 
     @property
     def _step_settings(self) -> Settings:
-        return Settings(self.row, self.policy, self.micro_batches, self.clip_norm, self.remat)
+        return Settings(self.row, self.policy, self.micro_batches, self.clip_norm, self.remat, self.batch_statistics)
 
     def init(
         self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation, seed: int = 0
@@ -90,7 +103,8 @@ class Zero:
         """A new state; every leaf is born in its shard, inside one compiled program.
 
         Args:
-          make_model: from a key (`jax.random.key(seed)`) to an `nnx.Module` or a pytree of arrays.
+          make_model: from a key (`jax.random.key(seed)`) to an `nnx.Module`, Linen variables (what `module.init`
+            returns), an Equinox module, or any pytree of arrays.
           optimizer: any optax transformation.
           seed: of the parameters and of all randomness in training.
 
@@ -127,8 +141,40 @@ class Zero:
     def gather(self, state: State) -> Any:
         """The whole model, of the kind and the dtypes that `make_model` returned, on every device."""
         layout = state.layout
-        params, variables = _gathering(layout)(state.params, state.variables)
+        params, variables = _gathering(layout)(state.params, state.frozen, state.variables)
         return layout.adapter.join(params, variables, jax.random.wrap_key_data(_local(state.rng)), training=True)
+
+    def verify(
+        self,
+        make_model: Callable[[jax.Array], Any],
+        optimizer: optax.GradientTransformation,
+        loss_fn: Callable[..., Any],
+        batch: Any,
+        *,
+        seed: int = 0,
+        tolerance: float = 1e-4,
+    ) -> Verification:
+        """Two steps on one device and on the mesh, in fp32: what differs, and the likely cause.
+
+        Args:
+          make_model, optimizer, loss_fn: as for `init` and `train_step`.
+          batch: one global batch; both steps take it.
+          seed: as for `init`.
+          tolerance: the relative difference of a loss, a gradient or a variable that counts.
+
+        Returns:
+          `ok`, the losses, each leaf that differs, and the cause; `print` gives them in words.
+
+        Raises:
+          UserError: in a run of several processes.
+
+        >>> import jax.numpy as jnp, optax
+        >>> make_model = lambda rng: {"w": jax.random.normal(rng, (8, 4))}
+        >>> loss_fn = lambda model, batch, rng: jnp.mean((batch @ model["w"]) ** 2)
+        >>> Zero(stage=3).verify(make_model, optax.adamw(1e-3), loss_fn, jnp.ones((16, 8))).ok
+        True
+        """
+        return verify(self, make_model, optimizer, loss_fn, batch, seed=seed, tolerance=tolerance)
 
     def report(self, state: State, step: TrainStep, batch: Any) -> Report:
         """What a training step costs each device, as compiled, beside ZeRO's formulas.
@@ -171,23 +217,30 @@ class Zero:
 
         def logical(key: jax.Array) -> dict[str, Any]:
             adapter, parts = take_apart(make_model(key))
-            made.append((adapter, jax.tree.map(lambda x: jnp.dtype(x.dtype), parts.params)))
-            params = jax.tree.map(lambda x: jnp.asarray(x, master), parts.params)
+            trained, frozen = divide(parts.params, chosen(self.trainable, adapter, parts.params))
+            made.append((adapter, jax.tree.map(lambda x: jnp.dtype(x.dtype), trained)))
+            params = jax.tree.map(lambda x: jnp.asarray(x, master), trained)
             training_key = jax.random.fold_in(key, TRAINING_SALT)
             return {
                 "step": jnp.zeros((), jnp.int32),
                 "params": params,
+                "frozen": jax.tree.map(jnp.asarray, frozen),
                 "opt_state": optimizer.init(params),
                 "variables": jax.tree.map(jnp.asarray, parts.variables),
                 "rng": jax.random.key_data(training_key),
+                "loss_scale": initial_state(),
             }
 
         shapes = jax.eval_shape(logical, jax.random.key(0))
         if not jax.tree.leaves(shapes["params"]):
+            if jax.tree.leaves(shapes["frozen"]):
+                raise UserError(
+                    f"trainable is {shown(self.trainable)}, which no parameter matches; accepted: one that does"
+                )
             raise UserError("make_model returned a model without floating parameters; accepted: at least one")
         mesh = as_zero_mesh(self.mesh)
         shards = mesh.shape[SHARD_AXIS] if self.row.partitions else 1
-        cut = lambda field, shape: cut_of(shape, shards if field in ("params", "opt_state") else 1, self.min_shard_size)
+        cut = lambda field, shape: cut_of(shape, shards if field in PARTITIONED else 1, self.min_shard_size)
         leaves = {
             field: jax.tree_util.tree_map_with_path(
                 lambda path, x, field=field: Leaf(_name(field, path), x.shape, x.dtype, cut(field, x.shape)), tree
@@ -207,9 +260,10 @@ class Zero:
 def _gathering(layout: Layout) -> Any:
     """The compiled function of stored parameters and variables that makes them whole, in the model's own dtypes."""
 
-    def whole(params: Any, variables: Any) -> Any:
-        params = layout.view("params", params)
-        return jax.tree.map(lambda x, dtype: x.astype(dtype), params, layout.model_dtypes), variables
+    def whole(params: Any, frozen: Any, variables: Any) -> Any:
+        params, frozen = layout.view("params", params), layout.view("frozen", frozen)
+        params = jax.tree.map(lambda x, dtype: x.astype(dtype), params, layout.model_dtypes)
+        return layout.join_params(jax.tree.leaves(params), jax.tree.leaves(frozen)), variables
 
     return jax.jit(whole, out_shardings=NamedSharding(layout.mesh, PartitionSpec()))
 

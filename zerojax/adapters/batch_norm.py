@@ -1,0 +1,28 @@
+"""Statistics over the whole micro-batch for Linen modules that normalise by the batch."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from flax import linen
+
+
+@contextlib.contextmanager
+def linen_statistics_over(axes: tuple[str, ...]) -> Iterator[None]:
+    """Every `linen.BatchNorm` called meanwhile, that names no axis itself, takes its statistics over mesh axes `axes`.
+
+    A Linen module is made where it is called, inside the user's function, so it is met there.
+    """
+
+    def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module = context.module
+        if not isinstance(module, linen.BatchNorm) or module.axis_name is not None:
+            return call(*args, **kwargs)
+        object.__setattr__(module, "axis_name", axes)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            object.__setattr__(module, "axis_name", None)
+
+    with linen.intercept_methods(intercept) if axes else contextlib.nullcontext():
+        yield
