@@ -36,7 +36,7 @@ GPT.layers = 2
 GPT.heads = 2
 GPT.mlp_dim = 100
 GPT.dropout = 0.1
-adamw.learning_rate = 1e-3
+optax.adamw.learning_rate = 1e-3
 Zero.min_shard_size = 64
 """
 

@@ -41,6 +41,18 @@ def test_wrong_input_is_one_line_and_exit_code_2(capsys, arguments, expected):
     assert output.err.count("\n") == 1
 
 
+def test_a_deepspeed_configuration_is_converted(capsys, tmp_path):
+    source, target = tmp_path / "ds_config.json", tmp_path / "out.gin"
+    source.write_text('{"train_batch_size": 32, "zero_optimization": {"stage": 2}}')
+    assert cli.main(["config", "convert", str(source), "--devices", "8", "-o", str(target)]) == 0
+    assert cli.main(["config", "convert", str(source), "--devices", "8"]) == 0
+    assert capsys.readouterr().out == target.read_text()
+    assert "Zero.stage = 2" in target.read_text().splitlines()
+    source.write_text('{"train_batch_size": 32, "zero_optimisation": {"stage": 2}}')
+    assert cli.main(["config", "convert", str(source)]) == 2
+    assert "zero_optimization" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("error", "code", "expected"),
     [

@@ -135,7 +135,10 @@ MESH = "Zero.mesh=@make_mesh()"
         (("Zero.stge=1",), "--set Zero.stge=1: Zero has no parameter 'stge'; nearest accepted: stage"),
         (("Zero.stage=4",), "--set Zero.stage=4: stage is 4; accepted: 0, 1, 2 or 3"),
         (("Zero.stage='3'",), "--set Zero.stage='3': Zero.stage = '3': expected int"),
-        (("train.optimizer=@sgd",), "--set train.optimizer=@sgd: train.optimizer = @sgd: expected GradientTransf"),
+        (
+            ("train.optimizer=@optax.sgd",),
+            "--set train.optimizer=@optax.sgd: train.optimizer = @optax.sgd: expected GradientTransf",
+        ),
         ((MESH, "make_mesh.data=3"), "--set make_mesh.data=3: mesh replica 1 x data 3 does not make 8 devices"),
         ((MESH, "make_mesh.tensor=16"), "--set make_mesh.tensor=16: mesh replica 1 x data * x tensor 16 does not"),
         (("Zero.mesh='model'",), "--set Zero.mesh='model': Zero.mesh = 'model': expected Mesh or None"),

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from zerojax.adapters import block as block
     from zerojax.checkpoint import restore as restore
     from zerojax.checkpoint import save as save
+    from zerojax.engine import initialize as initialize
     from zerojax.errors import UserError as UserError
     from zerojax.mesh import make_mesh as make_mesh
     from zerojax.precision import LossScale as LossScale
@@ -29,6 +30,7 @@ _HOMES = {
     "Zero": "zerojax.zero",
     "all_examples": "zerojax.zero",
     "block": "zerojax.adapters",
+    "initialize": "zerojax.engine",
     "make_mesh": "zerojax.mesh",
     "restore": "zerojax.checkpoint",
     "save": "zerojax.checkpoint",

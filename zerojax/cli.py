@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     try:
         arguments = _parser().parse_args(argv)
-        if arguments.emulate is not None:
+        if getattr(arguments, "emulate", None) is not None:
             emulate(arguments.emulate, os.environ)
         arguments.run(arguments)
     except (UserError, RunError) as error:
@@ -88,6 +88,20 @@ def info(arguments: argparse.Namespace) -> None:
     print(info.describe())
 
 
+def convert(arguments: argparse.Namespace) -> None:
+    """``zerojax config convert``: prints or writes the gin configuration that a DeepSpeed configuration stands for."""
+    from pathlib import Path
+
+    from zerojax.config.deepspeed import to_gin
+    from zerojax.monitor.files import replace_text
+
+    text = to_gin(Path(arguments.config), world_size=arguments.devices)
+    if arguments.output is None:
+        print(text, end="")
+    else:
+        replace_text(Path(arguments.output), text)
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are the command's: one line, exit code 2."""
 
@@ -133,6 +147,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_emulate(info_parser)
     info_parser.set_defaults(run=info)
+
+    config_parser = commands.add_parser("config", help="convert a configuration", description="Converts configurations.")
+    actions = config_parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    convert_parser = actions.add_parser(
+        "convert",
+        help="turn a DeepSpeed configuration into a gin file",
+        description="Writes the gin configuration that a DeepSpeed configuration stands for. What needs nothing is a "
+        "comment; what zerojax does not do is an error that says what to use instead.",
+    )
+    convert_parser.add_argument("config", metavar="CONFIG.json", help="DeepSpeed's configuration")
+    convert_parser.add_argument("-o", "--output", metavar="FILE", help="where to write; to the terminal by default")
+    convert_parser.add_argument(
+        "--devices", metavar="N", type=_device_count, default=1, help="data-parallel devices that batches divide by; 1"
+    )
+    convert_parser.set_defaults(run=convert)
     return parser
 
 

@@ -8,16 +8,16 @@ from zerojax.errors import UserError
 
 RUN = """
 STEPS = 100
-chain.transforms = [@clip_by_global_norm(), @adamw()]
+chain.transforms = [@clip_by_global_norm(), @optax.adamw()]
 clip_by_global_norm.max_norm = 1.0
-adamw.learning_rate = @warm/linear_schedule()
+optax.adamw.learning_rate = @warm/linear_schedule()
 warm/linear_schedule.transition_steps = %STEPS
 linear_schedule.init_value = 0.0
 linear_schedule.end_value = 3e-4
-sgd.learning_rate = 0.1
+optax.sgd.learning_rate = 0.1
 """
 
-FAST = "fast/adamw.learning_rate = 1.0\n"
+FAST = "fast/optax.adamw.learning_rate = 1.0\n"
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_a_default_that_gin_cannot_write_is_a_comment(read):
 
 
 def test_a_call_without_a_needed_value(read):
-    config = read("chain.transforms = [\n  @adamw(),\n]\n")
+    config = read("chain.transforms = [\n  @optax.adamw(),\n]\n")
     with pytest.raises(UserError) as error:
         config.check_call("optax.chain")
     assert str(error.value) == "a.gin:1: @optax.adamw(): adamw.learning_rate has no value"
@@ -73,9 +73,9 @@ def test_a_call_without_a_needed_value(read):
 
 
 def test_values_of_an_outer_scope_count_and_references_without_a_call_may_lack_some(read):
-    masked = "masked.inner = @adamw()\nmasked.mask = True\n"
+    masked = "masked.inner = @optax.adamw()\nmasked.mask = True\n"
     read(FAST + masked + "chain.transforms = [@fast/masked()]\n").check_call("optax.chain")
-    read("loader.dataset = @adamw\nloader.batch_size = 8\n").check_call("zerojax.data.loader")
+    read("loader.dataset = @optax.adamw\nloader.batch_size = 8\n").check_call("zerojax.data.loader")
 
 
 def test_an_error_of_a_constructor_gets_the_place_of_its_value(read):
@@ -93,11 +93,11 @@ def test_an_error_that_speaks_of_no_value_stays_as_it_is(read):
 
 def test_a_function_where_its_result_is_wanted(read):
     with pytest.raises(UserError) as error:
-        read("train.optimizer = @adamw\n")
+        read("train.optimizer = @optax.adamw\n")
     assert str(error.value) == (
-        "a.gin:1: train.optimizer = @adamw: expected GradientTransformation; @adamw() calls it"
+        "a.gin:1: train.optimizer = @optax.adamw: expected GradientTransformation; @optax.adamw() calls it"
     )
-    read("train.model = @GPT\nadamw.learning_rate = @linear_schedule\n")  # functions are wanted here
+    read("train.model = @GPT\noptax.adamw.learning_rate = @linear_schedule\n")  # functions are wanted here
 
 
 def test_a_complaint_about_a_macro_s_value_belongs_where_the_macro_is(read):

@@ -69,7 +69,7 @@ def test_scopes_macros_and_blocks(write):
 
 
 def test_chain_takes_its_transformations_as_a_list(write):
-    load(write("chain.transforms = [@scale(), @sgd()]\nscale.step_size = 2.0\nsgd.learning_rate = 0.5\n"))
+    load(write("chain.transforms = [@scale(), @optax.sgd()]\nscale.step_size = 2.0\noptax.sgd.learning_rate = 0.5\n"))
     optimizer = configured("optax.chain")()
     updates, _ = optimizer.update({"w": 3.0}, optimizer.init({"w": 0.0}))
     assert updates["w"] == -3.0  # 3 x 2 x -0.5
@@ -102,7 +102,7 @@ def test_includes_are_found_beside_the_file_and_in_the_working_directory(write):
         ("N = 'x'\nZero.stage = %N", "a.gin:2: Zero.stage = 'x': expected int"),
         ("GPT.norm = 'batch'", "a.gin:1: GPT.norm = 'batch': expected 'layernorm' or 'rmsnorm'"),
         (
-            "adamw.learning_rate = 'fast'",
+            "optax.adamw.learning_rate = 'fast'",
             "a.gin:1: adamw.learning_rate = 'fast': expected float or a function (@NAME)",
         ),
         ("Zero.stage = 3\nZero.precision = bf16", "a.gin:2: cannot read 'Zero.precision = bf16': Failed to parse"),

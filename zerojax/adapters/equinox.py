@@ -113,7 +113,8 @@ def _prepared(tree: Any, batch_axes: tuple[str, ...]) -> Any:
             own = part.axis_name if isinstance(part.axis_name, tuple) else (part.axis_name,)
             fields["axis_name"] = (*own, *batch_axes)
         is_cut = any(map(is_deferred, jax.tree.leaves(fields, is_leaf=_is_opaque)))
-        prepared = object.__new__(_read_at_use(type(part)) if is_cut else type(part))
+        kind: Any = type(part)
+        prepared = object.__new__(_read_at_use(kind) if is_cut else kind)
         for name, value in fields.items():
             object.__setattr__(prepared, name, value)
         return prepared

@@ -9,7 +9,7 @@ import optax
 from optax import contrib
 
 import zerojax
-from zerojax import data, trainer
+from zerojax import data, optim, trainer
 from zerojax.models import gpt
 
 OPTIMIZERS = (
@@ -28,6 +28,9 @@ SCHEDULES = (
     "warmup_constant_schedule warmup_cosine_decay_schedule warmup_exponential_decay_schedule"
 ).split()
 
+DEEPSPEED_OPTIMIZERS = "adam adamw lamb lion adagrad sgd muon by_name grouped".split()
+DEEPSPEED_SCHEDULES = "warmup_lr warmup_decay_lr warmup_cosine_lr one_cycle one_cycle_momentum lr_range_test".split()
+
 
 def chain(transforms: Sequence[optax.GradientTransformation]) -> optax.GradientTransformation:
     """``optax.chain(*transforms)``: a configuration names its arguments, so they come as one list."""
@@ -38,6 +41,7 @@ def constructors() -> dict[str, Callable[..., Any]]:
     """What a configuration may name, by its complete name; the end of a name that is unique stands for it."""
     return {
         "zerojax.Zero": zerojax.Zero,
+        "zerojax.LossScale": zerojax.LossScale,
         "zerojax.Precision": zerojax.Precision,
         "zerojax.make_mesh": zerojax.make_mesh,
         "zerojax.trainer.train": trainer.train,
@@ -48,6 +52,7 @@ def constructors() -> dict[str, Callable[..., Any]]:
         "zerojax.data.make_tokenizer": data.make_tokenizer,
         "zerojax.data.loader": data.loader,
         "zerojax.data.evaluation_batches": data.evaluation_batches,
+        **{f"zerojax.optim.{name}": getattr(optim, name) for name in (*DEEPSPEED_OPTIMIZERS, *DEEPSPEED_SCHEDULES)},
         "optax.chain": chain,
         **{f"optax.{name}": getattr(optax, name) for name in (*OPTIMIZERS, *TRANSFORMATIONS, *SCHEDULES)},
         **{f"optax.{name}": getattr(contrib, name) for name in CONTRIB_OPTIMIZERS},

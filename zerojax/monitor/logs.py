@@ -57,19 +57,23 @@ class RunLogs:
     Args:
       directory: the run's directory.
       start: the step that the run goes on from; what is told of later ones is replaced.
+      tables: whether the CSV files are written.
+      events: whether TensorBoard's events are, where that package is installed.
 
     Raises:
       RunError: if a file cannot be written.
     """
 
-    def __init__(self, directory: Path, start: int):
-        self._tables = {name: Table(directory / f"{name}.csv", start) for name in (TRAIN, VALIDATION)}
+    def __init__(self, directory: Path, start: int, tables: bool = True, events: bool = True):
+        names = (TRAIN, VALIDATION) if tables else ()
+        self._tables = {name: Table(directory / f"{name}.csv", start) for name in names}
         installed = importlib.util.find_spec("tensorboard") is not None
-        self._events = _Events(directory / "tensorboard", start) if installed else None
+        self._events = _Events(directory / "tensorboard", start) if installed and events else None
 
     def write(self, table: str, step: int, values: Mapping[str, float]) -> None:
         """Adds the values of a step to the table "train" or "validation"."""
-        self._tables[table].write(step, values)
+        if self._tables:
+            self._tables[table].write(step, values)
         if self._events is not None:
             self._events.write(step, {f"{table}/{name}": value for name, value in values.items()})
 

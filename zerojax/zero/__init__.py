@@ -2,7 +2,7 @@
 
 from zerojax.zero.gather import all_examples
 from zerojax.zero.state import Layout, State
-from zerojax.zero.step import EvalStep, TrainStep
+from zerojax.zero.step import EvalStep, LossStep, TrainStep
 from zerojax.zero.zero import Zero
 
-__all__ = ["EvalStep", "Layout", "State", "TrainStep", "Zero", "all_examples"]
+__all__ = ["EvalStep", "Layout", "LossStep", "State", "TrainStep", "Zero", "all_examples"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.adapters import Adapter, is_deferred
 from zerojax.zero.loss_scale import ScalerState
@@ -39,6 +39,11 @@ class Layout:
     def shardings(self) -> "State":
         """Every leaf's sharding, as a `State`."""
         return State(**jax.tree.map(lambda leaf: leaf.sharding(self.mesh), self.leaves), layout=self)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The sharding of an array that is whole on every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def abstract(self) -> "State":

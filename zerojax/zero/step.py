@@ -226,6 +226,29 @@ class EvalStep(Step):
         return jax.jit(eval_step, out_shardings=NamedSharding(layout.mesh, PartitionSpec()))
 
 
+class LossStep(Step):
+    """`(state, batch, i) -> loss`: the loss that a training step would have on `batch` as its micro-batch i."""
+
+    def __call__(self, state: State, batch: Any, i: int) -> jax.Array:
+        return self.run(state, (batch, np.full(jax.tree.leaves(batch)[0].shape[0], i)))
+
+    @property
+    def micro_batches(self) -> int:
+        return 1
+
+    def _jit(self, layout: Layout) -> Any:
+        loss = self.local_loss(layout, training=True)
+        losses_of = self.manual(layout, functools.partial(local_loss, loss), 2, PartitionSpec())
+
+        def loss_step(state: State, batch: Any) -> jax.Array:
+            batch, numbers = batch
+            key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+            key = jax.random.key_data(jax.random.fold_in(key, numbers[0]))
+            return mean(losses_of(state.params, state.frozen, state.variables, key, batch)[0])
+
+        return jax.jit(loss_step, out_shardings=layout.replicated)
+
+
 def mean(sums: Weighted) -> jax.Array:
     """Total over weight, elementwise; 0 where nothing weighs."""
     return jnp.where(sums.weight == 0, 0.0, sums.total / jnp.where(sums.weight == 0, 1.0, sums.weight))

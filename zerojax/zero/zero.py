@@ -21,7 +21,7 @@ from zerojax.zero.partition import Leaf, cut_of
 from zerojax.zero.report import Report, make_report
 from zerojax.zero.stages import Stage, stage_of
 from zerojax.zero.state import Layout, State
-from zerojax.zero.step import EvalStep, Settings, TrainStep
+from zerojax.zero.step import EvalStep, LossStep, Settings, TrainStep
 from zerojax.zero.trainable import chosen, divide
 from zerojax.zero.verify import Verification, verify
 
@@ -137,6 +137,10 @@ class Zero:
     def eval_step(self, loss_fn: Callable[..., Any]) -> EvalStep:
         """The compiled evaluation `(state, batch) -> metrics` with "loss", its "weight", and the dict's scalars."""
         return EvalStep(loss_fn, self._step_settings)
+
+    def loss_step(self, loss_fn: Callable[..., Any]) -> LossStep:
+        """The compiled loss `(state, batch, i) -> loss` of a training step's micro-batch i, without the update."""
+        return LossStep(loss_fn, self._step_settings)
 
     def gather(self, state: State) -> Any:
         """The whole model, of the kind and the dtypes that `make_model` returned, on every device."""
