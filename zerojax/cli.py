@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_emulate(info_parser)
     info_parser.set_defaults(run=info)
 
-    config_parser = commands.add_parser("config", help="convert a configuration", description="Converts configurations.")
+    config_parser = commands.add_parser("config", help="convert a configuration", description="Converts.")
     actions = config_parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     convert_parser = actions.add_parser(
         "convert",

@@ -24,7 +24,8 @@ def sharded_state():
     leaf = lambda rows, sharding: jax.ShapeDtypeStruct((rows, COLUMNS), jnp.float32, sharding=sharding)  # noqa: E731
     scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=whole)
-    fields = lambda w: dict(params={"w": w}, opt_state=(w, w, scalar), variables={}, rng=key, step=scalar)  # noqa: E731
+    rest = dict(frozen={}, variables={}, rng=key, step=scalar, loss_scale=None)
+    fields = lambda w: dict(params={"w": w}, opt_state=(w, w, scalar), **rest)
     layout = types.SimpleNamespace(logical=fields(leaf(ROWS, None)))
     return types.SimpleNamespace(**fields(leaf(64, cut)), layout=layout)
 

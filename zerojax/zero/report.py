@@ -54,8 +54,9 @@ class Report:
       stage: 0 to 3.
       mesh: size of each mesh axis.
       micro_batches: M.
-      n_parameters: P, without padding.
+      n_parameters: P, those that are trained, without padding.
       parameters: master parameters, as stored between steps.
+      frozen: parameters that are not trained, F bytes of them.
       optimizer: the optimizer's state, as stored between steps.
       other: the rest of the state: step, rng, variables.
       gradients: the accumulated gradients, by formula: the compiler counts them among the temporaries.
@@ -78,6 +79,7 @@ class Report:
     micro_batches: int
     n_parameters: int
     parameters: Figure
+    frozen: Figure
     optimizer: Figure
     other: Figure
     gradients: Figure
@@ -97,11 +99,11 @@ class Report:
     @property
     def state(self) -> Figure:
         """All that is stored between steps."""
-        parts = (self.parameters, self.optimizer, self.other)
+        parts = (self.parameters, self.frozen, self.optimizer, self.other)
         return Figure(
             sum(part.bytes or 0 for part in parts),
             sum(part.expected or 0 for part in parts),
-            f"{self.parameters.formula} + {self.optimizer.formula}",
+            " + ".join(part.formula for part in parts if part.formula),
         )
 
     @property
@@ -139,6 +141,7 @@ class Report:
         rows = [["memory", "bytes", "share", "ZeRO's formula", "", "ratio"]]
         for name, figure in (
             ("master parameters", self.parameters),
+            *([("frozen parameters", self.frozen)] if self.frozen.bytes else []),
             ("optimizer state", self.optimizer),
             ("other state", self.other),
             ("state between steps", state),
@@ -218,6 +221,7 @@ def make_report(
         )
 
     parameters, optimizer = stored(state.params, logical["params"]), stored(state.opt_state, logical["opt_state"])
+    frozen, frozen_sent = _frozen(state, logical["frozen"], shards, stage, precision, micro_batches, over)
     collectives = read_collectives(compiled.as_text())
     memory = compiled.memory_analysis()
     accumulate = precision.accumulate.itemsize
@@ -245,8 +249,11 @@ def make_report(
         micro_batches=micro_batches,
         n_parameters=n_parameters,
         parameters=parameters,
+        frozen=frozen,
         optimizer=optimizer,
-        other=Figure(sum(map(_device_bytes, jax.tree.leaves((state.step, state.variables, state.rng))))),
+        other=Figure(
+            sum(map(_device_bytes, jax.tree.leaves((state.step, state.variables, state.rng, state.loss_scale))))
+        ),
         gradients=gradients,
         model_states=_model_states(parameters, optimizer, gradients, n_parameters, shards, stage, precision),
         temporaries=memory.temp_size_in_bytes,
@@ -254,17 +261,32 @@ def make_report(
         outputs=memory.output_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         code=memory.generated_code_size_in_bytes,
-        gather=Figure(gathered, expected.gather, gather_words),
+        gather=Figure(gathered, expected.gather + frozen_sent, gather_words + (" and F" if frozen_sent else "")),
         reduce=Figure(reduced, expected.reduce + expected.replicate, reduce_words),
         sent=Figure(
             sum(c.bytes_sent for c in collectives),
-            expected.total,
-            f"{expected.total / max(n_parameters * precision.compute.itemsize, 1):.3f} x P in {precision.compute.name}",
+            expected.total + frozen_sent,
+            f"{expected.total / max(n_parameters * precision.compute.itemsize, 1):.3f} x P in {precision.compute.name}"
+            + (" and the gathers of F" if frozen_sent else ""),
         ),
         collectives=collectives,
         notes=tuple(notes),
         remarks=_remarks(mesh, precision, collectives),
     )
+
+
+def _frozen(
+    state: Any, logical: Any, shards: int, stage: int, precision: Precision, micro_batches: int, over: str
+) -> tuple[Figure, float]:
+    """Bytes stored of frozen parameters, and what gathering them should send: no gradient of theirs is reduced."""
+    leaves = jax.tree.leaves(logical)
+    if not leaves:
+        return Figure(0), 0.0
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    wire = sum(math.prod(leaf.shape) * min(leaf.dtype.itemsize, precision.compute.itemsize) for leaf in leaves)
+    sent = formulas.communication(wire, shards, stage, micro_batches=micro_batches, compute=1).gather
+    stored = sum(map(_device_bytes, jax.tree.leaves(state.frozen)))
+    return Figure(stored, formulas.stored(whole, shards, stage, itemsize=1), f"F{over}"), sent
 
 
 def _model_states(
