@@ -14,9 +14,10 @@ import optax
 import pytest
 
 import zerojax
+from zerojax.config.deepspeed import markdown_table
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "docs/concepts.md", "docs/api.md", "docs/decisions.md", "CHANGELOG.md"]
+PAGES = ["README.md", "docs/concepts.md", "docs/api.md", "docs/deepspeed.md", "docs/decisions.md", "CHANGELOG.md"]
 README_NAMES = {
     "zerojax": zerojax,
     "optax": optax,
@@ -29,7 +30,7 @@ def text(page):
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", [*PAGES[:2], pytest.param(PAGES[2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("page", [*PAGES[:2], *(pytest.param(page, marks=pytest.mark.slow) for page in PAGES[2:4])])
 def test_the_examples_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = dict(README_NAMES) if page == "README.md" else {}
@@ -45,6 +46,10 @@ def test_the_examples_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
         else:
             exec(compile("\n" * line + source, page, "exec"), names)
     assert not failures.getvalue(), failures.getvalue()
+
+
+def test_the_table_of_deepspeed_s_keys_is_the_code_s():
+    assert text("docs/deepspeed.md").endswith("-->\n" + markdown_table())
 
 
 def test_every_public_name_is_described():
