@@ -27,7 +27,7 @@ class Summary:
     """How a run ended.
 
     Attributes:
-      step: the last step.
+      step: the last step; `state.step` counts the updates applied.
       validation: figures of the last validation: "loss" in nats per token and, for text, "bits_per_byte"; empty
         without validation data.
       state: the final state.
@@ -100,7 +100,7 @@ def train(
         Checkpoints(directory / "checkpoints", keep=keep) as checkpoints,
     ):
         state = _start(zero, make_model, optimizer, seed, checkpoints, batches)
-        start = int(state.step)
+        start = int(state.loss_scale.steps)  # skipped ones too: the data has gone on
         step_fn = zero.train_step(loss_fn)
         validate = _validation(zero.eval_step(loss_fn), validation, batch_size, validation_batches)
         figures: dict[str, float] = {}
@@ -231,7 +231,7 @@ class _Metrics:
 def _opening(zero: Zero, state: State, steps: int) -> str:
     parameters = sum(leaf.size for leaf in state.layout.param_leaves)
     mesh = " x ".join(f"{name} {size}" for name, size in state.layout.mesh.shape.items())
-    begin = int(state.step)
+    begin = int(state.loss_scale.steps)
     resumed = f"going on from step {begin}" if begin else "from the beginning"
     return f"{parameters:,} parameters, stage {zero.stage} on {mesh}, {steps} steps, {resumed}"
 

@@ -7,13 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.models.layers import causal_attention, gelu, layer_norm, rms_norm, rotary_angles, rotate, swiglu
+from zerojax.models.layers import (
+    attention,
+    causal_attention,
+    erf_gelu,
+    gelu,
+    layer_norm,
+    rms_norm,
+    rotary_angles,
+    rotate,
+    swiglu,
+)
 
 
-def plain_norm(x, scale, bias, centred):
+def plain_norm(x, scale, bias, centred, epsilon=1e-5):
     x = x.astype(jnp.float32)
     x = x - x.mean(-1, keepdims=True) if centred else x
-    y = x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5) * scale
+    y = x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + epsilon) * scale
     return y if bias is None else y + bias
 
 
@@ -41,6 +51,14 @@ def test_norm_equals_plain_autodiff(norm, centred, with_bias):
     jax.tree.map(close, ours(x, *params), plain(x, *params))
 
 
+@pytest.mark.parametrize("norm, centred", [(layer_norm, True), (rms_norm, False)])
+def test_epsilon_is_that_which_is_given(norm, centred):
+    x, scale = normal(0, 4, 32) / 100, 1 + normal(1, 32)
+    ours = jax.value_and_grad(lambda x: norm(x, scale, epsilon=1e-3).sum())
+    plain = jax.value_and_grad(lambda x: plain_norm(x, scale, None, centred, 1e-3).sum())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), ours(x), plain(x))
+
+
 def test_norm_of_bf16_is_computed_in_fp32():
     x, scale = 100 + normal(0, 64, 256), 1 + normal(1, 256)
     x16, scale16 = x.astype(jnp.bfloat16), scale.astype(jnp.bfloat16)
@@ -53,6 +71,7 @@ def test_norm_of_bf16_is_computed_in_fp32():
 @pytest.mark.parametrize(
     "ours, plain, arity",
     [(gelu, lambda x: 0.5 * x * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (x + 0.044715 * x**3))), 1),
+     (erf_gelu, lambda x: 0.5 * x * (1 + jax.lax.erf(x / 2**0.5)), 1),
      (swiglu, lambda g, x: g / (1 + jnp.exp(-g)) * x, 2)],
 )  # fmt: skip
 def test_activation_equals_its_formula_and_keeps_only_its_inputs(ours, plain, arity):
@@ -84,12 +103,13 @@ def test_rotation_is_the_complex_product():
     np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], -1), atol=2e-5)
 
 
-def attention_float64(q, k, v):
+def attention_float64(q, k, v, visible=None):
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     group, length = q.shape[2] // k.shape[2], q.shape[1]
     k, v = (np.repeat(x, group, axis=2) for x in (k, v))
     scores = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
-    scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+    visible = np.tril(np.ones((length, length), bool)) if visible is None else visible
+    scores = np.where(visible, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
 
@@ -99,6 +119,14 @@ def attention_float64(q, k, v):
 def test_attention_equals_float64_with_repeated_heads(length, kv_heads):
     q, k, v = normal(0, 2, length, 6, 8), normal(1, 2, length, kv_heads, 8), normal(2, 2, length, kv_heads, 8)
     np.testing.assert_allclose(causal_attention(q, k, v), attention_float64(q, k, v), atol=1e-5)
+
+
+def test_attention_looks_at_what_is_visible_alone():
+    q, k, v = normal(0, 3, 7, 6, 8), normal(1, 3, 7, 2, 8), normal(2, 3, 7, 2, 8)
+    visible = jnp.arange(7) < jnp.array([[7], [4], [1]])
+    want = attention_float64(q, k, v, np.asarray(visible)[:, None, None])
+    np.testing.assert_allclose(attention(q, k, v, visible), want, atol=1e-5)
+    np.testing.assert_allclose(attention(q, k, v), attention_float64(q, k, v, np.True_), atol=1e-5)
 
 
 def test_attention_gradient_equals_jax_causal_attention():

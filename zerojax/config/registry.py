@@ -10,7 +10,7 @@ from optax import contrib
 
 import zerojax
 from zerojax import data, optim, trainer
-from zerojax.models import gpt
+from zerojax.models import bert, classification, gpt, resnet, rnn, vit
 
 OPTIMIZERS = (
     "adabelief adadelta adafactor adagrad adam adamax adamw adan amsgrad fromage lamb lars lion nadam nadamw noisy_sgd "
@@ -47,6 +47,13 @@ def constructors() -> dict[str, Callable[..., Any]]:
         "zerojax.trainer.train": trainer.train,
         "zerojax.models.gpt.GPT": gpt.GPT,
         "zerojax.models.gpt.next_token_loss": gpt.next_token_loss,
+        "zerojax.models.bert.BERT": bert.BERT,
+        "zerojax.models.bert.classification_loss": bert.classification_loss,
+        "zerojax.models.bert.masked_lm_loss": bert.masked_lm_loss,
+        "zerojax.models.rnn.RNN": rnn.RNN,
+        "zerojax.models.resnet.ResNet": resnet.ResNet,
+        "zerojax.models.vit.ViT": vit.ViT,
+        "zerojax.models.classification.image_classification_loss": classification.image_classification_loss,
         "zerojax.data.text_dataset": data.text_dataset,
         "zerojax.data.read_text": data.read_text,
         "zerojax.data.make_tokenizer": data.make_tokenizer,

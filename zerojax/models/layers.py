@@ -1,4 +1,4 @@
-"""Normalisation, activations, rotary positions and causal attention: the pieces of a transformer that own a formula."""
+"""Normalisation, activations, rotary positions and attention: the pieces of a transformer that own a formula."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,8 +11,8 @@ from flax import nnx
 EPSILON = 1e-5  # GPT-2's and Llama's
 
 
-def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """``(x - mean) / sqrt(var + 1e-5) * scale + bias`` over the last dim (Ba et al. 2016, arXiv:1607.06450, eq. 4).
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None = None, epsilon: float = EPSILON) -> jax.Array:
+    """``(x - mean) / sqrt(var + epsilon) * scale + bias`` over the last dim (Ba et al. 2016, arXiv:1607.06450, eq. 4).
 
     Computed in fp32, returned in ``x``'s dtype. The backward pass starts from the normalised input instead of
     ``x``: the same bytes wait for it, and XLA cannot fuse the statistics into the transposed reads of the weight
@@ -22,36 +22,37 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) ->
         x: (..., dim), any float dtype.
         scale: (dim,).
         bias: (dim,), or None for none.
+        epsilon: added to the variance.
 
     >>> layer_norm(jnp.array([1.0, 3.0]), jnp.ones(2), jnp.ones(2)).round(3).tolist()
     [0.0, 2.0]
     """
-    return _normalise(True, x, scale, bias)
+    return _normalise(True, epsilon, x, scale, bias)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """``x / sqrt(mean(x**2) + 1e-5) * scale`` over the last dim (Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4).
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float = EPSILON) -> jax.Array:
+    """``x / sqrt(mean(x**2) + epsilon) * scale`` over the last dim (Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4).
 
     Shapes, dtypes and backward pass as in `layer_norm`.
 
     >>> rms_norm(jnp.array([3.0, -3.0]), jnp.ones(2)).round(3).tolist()
     [1.0, -1.0]
     """
-    return _normalise(False, x, scale, None)
+    return _normalise(False, epsilon, x, scale, None)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normalise(centred: bool, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
-    return _normalise_forward(centred, x, scale, bias)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _normalise(centred: bool, epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return _normalise_forward(centred, epsilon, x, scale, bias)[0]
 
 
 def _normalise_forward(
-    centred: bool, x: jax.Array, scale: jax.Array, bias: jax.Array | None
+    centred: bool, epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]]:
     x32 = x.astype(jnp.float32)
     if centred:
         x32 = x32 - x32.mean(-1, keepdims=True)
-    rstd = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + EPSILON)
+    rstd = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + epsilon)
     normal = (x32 * rstd).astype(x.dtype)
     y = normal.astype(jnp.float32) * scale.astype(jnp.float32)
     if bias is not None:
@@ -60,8 +61,9 @@ def _normalise_forward(
 
 
 def _normalise_backward(
-    centred: bool, kept: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None], dy: jax.Array
+    centred: bool, epsilon: float, kept: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    del epsilon  # rstd holds it
     normal, rstd, scale, bias = kept
     normal32, dy32 = normal.astype(jnp.float32), dy.astype(jnp.float32)
     rows = tuple(range(dy.ndim - 1))
@@ -80,22 +82,24 @@ _normalise.defvjp(_normalise_forward, _normalise_backward)
 class LayerNorm(nnx.Module):
     """`layer_norm` with its own scale and, with ``bias``, bias."""
 
-    def __init__(self, dim: int, *, bias: bool = True) -> None:
+    def __init__(self, dim: int, *, bias: bool = True, epsilon: float = EPSILON) -> None:
+        self.epsilon = epsilon
         self.scale = nnx.Param(jnp.ones(dim))
         self.bias = nnx.Param(jnp.zeros(dim)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return layer_norm(x, self.scale[...], None if self.bias is None else self.bias[...])
+        return layer_norm(x, self.scale[...], None if self.bias is None else self.bias[...], self.epsilon)
 
 
 class RMSNorm(nnx.Module):
     """`rms_norm` with its own scale."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, *, epsilon: float = EPSILON) -> None:
+        self.epsilon = epsilon
         self.scale = nnx.Param(jnp.ones(dim))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.scale[...])
+        return rms_norm(x, self.scale[...], self.epsilon)
 
 
 def _keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -113,6 +117,7 @@ def _keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Arr
 
 
 _gelu = _keeping_inputs(partial(jax.nn.gelu, approximate=True))
+_erf_gelu = _keeping_inputs(partial(jax.nn.gelu, approximate=False))
 _swiglu = _keeping_inputs(lambda gate, x: jax.nn.silu(gate) * x)
 
 
@@ -125,6 +130,15 @@ def gelu(x: jax.Array) -> jax.Array:
     [0.0, 100.0]
     """
     return _gelu(x)
+
+
+def erf_gelu(x: jax.Array) -> jax.Array:
+    """``x * Phi(x)`` itself, with the error function, as BERT and ViT use it; dtypes and memory as in `gelu`.
+
+    >>> round(float(erf_gelu(jnp.array(1.0))), 4)  # Phi(1)
+    0.8413
+    """
+    return _erf_gelu(x)
 
 
 def swiglu(gate: jax.Array, x: jax.Array) -> jax.Array:
@@ -205,3 +219,28 @@ def causal_attention(
             )
         )
     return jnp.concatenate(mixed, axis=1)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visible: jax.Array | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+) -> jax.Array:
+    """``softmax(q k^T / sqrt(head_dim)) v`` where a position sees those that are ``visible``; softmax in fp32.
+
+    Args:
+        q, k, v: as in `causal_attention`.
+        visible: (batch, length) booleans, which positions may be looked at (those that are not padding); None for all.
+        implementation: of `jax.nn.dot_product_attention`.
+
+    Returns:
+        (batch, length, heads, head_dim) in ``q``'s dtype.
+
+    >>> v = jnp.array([1.0, 3.0]).reshape(1, 2, 1, 1)
+    >>> attention(jnp.zeros_like(v), v, v).ravel().tolist()
+    [2.0, 2.0]
+    """
+    mask = None if visible is None else visible[:, None, None, :]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
