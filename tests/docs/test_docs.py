@@ -23,6 +23,8 @@ README_NAMES = {
     "optax": optax,
     "make_model": lambda rng: {"kernel": jax.random.normal(rng, (64, 64))},
     "loss_fn": lambda model, batch, rng: jnp.mean((batch @ model["kernel"]) ** 2),
+    "ds_config": {"train_batch_size": 16, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+    "batch": jnp.ones((16, 64)),
 }
 
 

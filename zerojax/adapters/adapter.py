@@ -31,8 +31,12 @@ class Adapter(Protocol):
     def join(
         self, params: Any, variables: Any, rng: jax.Array, *, training: bool, batch_axes: tuple[str, ...] = ()
     ) -> Any:
-        """The model. `rng` seeds the random streams it holds itself; training leaves the mode it was made in. Over
-        `batch_axes` of the mesh its normalisations by the batch take their statistics."""
+        """The model for a loss. `rng` seeds the random streams it holds itself; training leaves the mode it was made
+        in. Over `batch_axes` of the mesh its normalisations by the batch take their statistics."""
+        ...
+
+    def whole(self, params: Any, variables: Any, rng: jax.Array) -> Any:
+        """The model as `make_model` returned it, from arrays."""
         ...
 
     def carried(self, model: Any, aux: Any) -> tuple[Any, Any]:

@@ -55,8 +55,10 @@ class EquinoxAdapter:
         del rng
         first = lambda *options: next((x for x in options if x is not None), None)
         model = jax.tree.map(first, params, variables, self.rest, is_leaf=lambda x: x is None or is_deferred(x))
-        model = _prepared(model, batch_axes)
-        return model if training else eqx.nn.inference_mode(model)
+        return _prepared(model, training, batch_axes)
+
+    def whole(self, params: Any, variables: Any, rng: jax.Array) -> Any:
+        return self.join(params, variables, rng, training=True)
 
     def carried(self, model: Any, aux: Any) -> tuple[Any, Any]:
         is_state = lambda x: isinstance(x, eqx.nn.State)
@@ -99,19 +101,23 @@ def _is_opaque(x: Any) -> bool:
     return is_deferred(x) or _is_module(x)
 
 
-def _prepared(tree: Any, batch_axes: tuple[str, ...]) -> Any:
-    """`tree` with each module in it one that reads at use, and with batch statistics over `batch_axes` too."""
+def _prepared(tree: Any, training: bool, batch_axes: tuple[str, ...]) -> Any:
+    """`tree` with each module in it one that reads at use, outside of training in inference mode, and with batch
+    statistics over `batch_axes` too."""
 
     def prepare(part: Any) -> Any:
         if not _is_module(part):
             return part
         is_static = {field.name: field.metadata.get("static", False) for field in dataclasses.fields(part)}
         fields = {
-            name: value if is_static.get(name) else _prepared(value, batch_axes) for name, value in vars(part).items()
+            name: value if is_static.get(name) else _prepared(value, training, batch_axes)
+            for name, value in vars(part).items()
         }
         if isinstance(part, eqx.nn.BatchNorm) and batch_axes:
             own = part.axis_name if isinstance(part.axis_name, tuple) else (part.axis_name,)
             fields["axis_name"] = (*own, *batch_axes)
+        if "inference" in fields and not training:
+            fields["inference"] = True
         is_cut = any(map(is_deferred, jax.tree.leaves(fields, is_leaf=_is_opaque)))
         kind: Any = type(part)
         prepared = object.__new__(_read_at_use(kind) if is_cut else kind)

@@ -54,10 +54,20 @@ class LinenAdapter:
         self, params: Any, variables: Any, rng: jax.Array, *, training: bool, batch_axes: tuple[str, ...] = ()
     ) -> Any:
         del rng, training, batch_axes
-        values = {**variables, PARAMS: params}
+        values = self._values(params, variables)
+        boxed = lambda x: _Box(x.parts, x.make, x.regathers) if is_deferred(x) else x
+        return values | {PARAMS: jax.tree.map(boxed, values[PARAMS], is_leaf=is_deferred)}
+
+    def whole(self, params: Any, variables: Any, rng: jax.Array) -> Any:
+        del rng
+        rebox = lambda box, x: box.replace_boxed(x) if meta.is_axis_metadata(box) else x
+        return jax.tree.map(rebox, self.collections, self._values(params, variables), is_leaf=meta.is_axis_metadata)
+
+    def _values(self, params: Any, variables: Any) -> dict[str, Any]:
+        """The collections, without boxes: an author's own would constrain an array to axes the mesh may not have."""
         if PARAMS in variables:
-            values[PARAMS] = jax.tree.map(_either, params, variables[PARAMS], is_leaf=_is_value)
-        return jax.tree.map(_boxed, self.collections, values, is_leaf=meta.is_axis_metadata)
+            params = jax.tree.map(_either, params, variables[PARAMS], is_leaf=_is_value)
+        return {name: params if name == PARAMS else variables[name] for name in self.collections}
 
     def carried(self, model: Any, aux: Any) -> tuple[Any, Any]:
         now = _variables(model)
@@ -90,12 +100,6 @@ def _is_value(x: Any) -> bool:
 
 def _either(param: Any, variable: Any) -> Any:
     return variable if param is None else param
-
-
-def _boxed(template: Any, value: Any) -> Any:
-    if is_deferred(value):
-        return _Box(value.parts, value.make, value.regathers)
-    return template.replace_boxed(value) if meta.is_axis_metadata(template) else value
 
 
 def _check_same(name: str, given: Any, before: Any) -> None:

@@ -85,6 +85,9 @@ class NnxAdapter:
                     module.axis_name = batch_axes  # type: ignore[assignment]  # lax.pmean takes several axes
         return model
 
+    def whole(self, params: Any, variables: Any, rng: jax.Array) -> Any:
+        return self.join(params, variables, rng, training=True)
+
     def carried(self, model: nnx.Module, aux: Any) -> tuple[Any, Any]:
         return _arrays(nnx.state(model, _is_carried), like=self.array_variables), aux
 

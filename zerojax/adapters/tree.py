@@ -26,6 +26,9 @@ class TreeAdapter:
         del rng, training, batch_axes
         return jax.tree.map(_first, self.rest, params, variables, is_leaf=lambda x: x is None)
 
+    def whole(self, params: Any, variables: Any, rng: jax.Array) -> Any:
+        return self.join(params, variables, rng, training=True)
+
     def carried(self, model: Any, aux: Any) -> tuple[Any, Any]:
         return _split(model)[1], aux
 

@@ -146,7 +146,7 @@ class Zero:
         """The whole model, of the kind and the dtypes that `make_model` returned, on every device."""
         layout = state.layout
         params, variables = _gathering(layout)(state.params, state.frozen, state.variables)
-        return layout.adapter.join(params, variables, jax.random.wrap_key_data(_local(state.rng)), training=True)
+        return layout.adapter.whole(params, variables, jax.random.wrap_key_data(_local(state.rng)))
 
     def verify(
         self,
