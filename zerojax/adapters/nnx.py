@@ -91,10 +91,11 @@ class NnxAdapter:
     def carried(self, model: nnx.Module, aux: Any) -> tuple[Any, Any]:
         return _arrays(nnx.state(model, _is_carried), like=self.array_variables), aux
 
-    def matches(self, nnx_filter: Any) -> Any:
-        """Whether each parameter matches an NNX filter, in nested dicts."""
+    def matches(self, nnx_filter: Any, of_params: bool) -> Any:
+        """Whether each parameter, or each carried variable, matches an NNX filter, in nested dicts."""
         predicate = nnx.filterlib.to_predicate(nnx_filter)
-        flat = {path: bool(predicate(path, variable)) for path, variable in nnx.to_flat_state(self.params)}
+        state = self.params if of_params else self.array_variables
+        flat = {path: bool(predicate(path, variable)) for path, variable in nnx.to_flat_state(state)}
         return nnx.traversals.unflatten_mapping(flat)
 
 

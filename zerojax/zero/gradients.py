@@ -19,7 +19,7 @@ from zerojax.weighted import Weighted
 from zerojax.zero.gather import GatherAtUse, Point, UseGathered, loss_running
 from zerojax.zero.partition import Leaf
 from zerojax.zero.stages import Gather, Reduce, Stage
-from zerojax.zero.state import Layout
+from zerojax.zero.state import Layout, either
 from zerojax.zero.uses import MarkUse, Use, Uses, find_uses
 
 
@@ -211,18 +211,19 @@ def local_gradients(
     over all devices. Micro-batch i is every M-th row of the batch from row i on, whatever the number of devices. Its
     key is folded from the step's key, i, and the device's number along the data axes.
     """
-    stage, axes = loss.stage, data_axes(loss.layout.mesh)
-    batch = jax.tree.map(lambda x: split_rows(x, micro_batches), batch)
+    stage, axes, layout = loss.stage, data_axes(loss.layout.mesh), loss.layout
+    shared, rows = layout.split_variables(variables)
+    batch, rows = jax.tree.map(lambda x: split_rows(x, micro_batches), (batch, rows))
     key = jax.random.wrap_key_data(key_data)
     key_of = lambda i: jax.random.fold_in(jax.random.fold_in(key, i), shard_index[0])
-    first = jax.tree.map(lambda x: x[0], batch)
+    first, first_rows = jax.tree.map(lambda x: x[0], (batch, rows))
     n = len(loss.leaves)
 
     # Place 1, between steps, is the state's layout. Place 2: the compute-dtype copy is gathered.
     gathered = None if stage.gather is Gather.AT_USE else loss.compute_copies(loss.leaves, params)
     frozen = frozen if stage.gather is Gather.AT_USE else loss.compute_copies(loss.frozen_leaves, frozen)
     # Place 3: the backward pass reduces a gradient where its parameter was used, if the stage says so.
-    uses = loss.find_uses(variables, key, first) if stage.reduce is Reduce.AT_USE else None
+    uses = loss.find_uses(either(shared, first_rows), key, first) if stage.reduce is Reduce.AT_USE else None
     operands = gathered if uses is None and gathered is not None else loss.shards(loss.leaves, params)
 
     def objective(operands: Sequence[jax.Array], variables: Any, key: jax.Array, batch: Any) -> Any:
@@ -244,36 +245,43 @@ def local_gradients(
 
     gradient = jax.value_and_grad(loss.rematerialised(objective, uses), has_aux=True)
 
-    def micro_batch(variables: Any, i: jax.Array | int, batch: Any) -> tuple[Outcome, list[jax.Array], jax.Array]:
-        (_, outcome), gradients = gradient(operands, variables, key_of(i), batch)
+    def micro_batch(
+        shared: Any, i: jax.Array | int, batch: Any, rows: Any
+    ) -> tuple[Outcome, list[jax.Array], jax.Array]:
+        (_, outcome), gradients = gradient(operands, either(shared, rows), key_of(i), batch)
         return outcome, gradients, 1 / lift_of(outcome.loss.weight)
 
     if micro_batches == 1:
-        outcome, gradients, lower = micro_batch(variables, 0, first)
-        losses = jax.tree.map(lambda x: x[None], outcome.loss)
-        aux, variables = outcome.aux, outcome.variables
+        outcome, gradients, lower = micro_batch(shared, 0, first, first_rows)
+        shared, rows = layout.split_variables(outcome.variables)
+        losses, rows = jax.tree.map(lambda x: x[None], (outcome.loss, rows))
+        aux = outcome.aux
     else:
-        shapes = jax.eval_shape(micro_batch, variables, 0, first)[0]
+        shapes = jax.eval_shape(micro_batch, shared, 0, first, first_rows)[0]
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.aux)
         accumulator = [jnp.zeros(x.shape, loss.precision.accumulate) for x in operands]
 
-        def accumulate(carry: Any, xs: Any) -> tuple[Any, Weighted]:
-            aux, accumulator, variables = carry
-            outcome, gradients, lower = micro_batch(variables, *xs)
+        def accumulate(carry: Any, xs: Any) -> tuple[Any, tuple[Weighted, Any]]:
+            aux, accumulator, shared = carry
+            outcome, gradients, lower = micro_batch(shared, *xs)
+            shared, rows = layout.split_variables(outcome.variables)
             aux = jax.tree.map(jnp.add, aux, outcome.aux)
             accumulator = [
                 a + _lowered(g.astype(a.dtype), loss, lower) for a, g in zip(accumulator, gradients, strict=True)
             ]
-            return (aux, accumulator, outcome.variables), outcome.loss
+            return (aux, accumulator, shared), (outcome.loss, rows)
 
-        start = (zeros, accumulator, variables)
-        (aux, gradients, variables), losses = jax.lax.scan(accumulate, start, (jnp.arange(micro_batches), batch))
+        start = (zeros, accumulator, shared)
+        (aux, gradients, shared), (losses, rows) = jax.lax.scan(
+            accumulate, start, (jnp.arange(micro_batches), batch, rows)
+        )
         lower = jnp.ones((), jnp.float32)
 
     # Place 4: what was not reduced at its use is reduced now, once.
     gradients = [_lowered(g, loss, lower) for g in reduce_once(loss, gradients)]
     losses, aux = jax.lax.psum((losses, aux), axes)
-    return losses, aux, gradients, mean_over(variables, axes, shard_index[0] == 0)
+    variables = either(mean_over(shared, axes, shard_index[0] == 0), jax.tree.map(join_rows, rows))
+    return losses, aux, gradients, variables
 
 
 def split_rows(x: jax.Array, micro_batches: int) -> jax.Array:
@@ -285,6 +293,15 @@ def split_rows(x: jax.Array, micro_batches: int) -> jax.Array:
     [[0, 2, 4], [1, 3, 5]]
     """
     return jnp.moveaxis(x.reshape(x.shape[0] // micro_batches, micro_batches, *x.shape[1:]), 1, 0)
+
+
+def join_rows(x: jax.Array) -> jax.Array:
+    """The inverse of `split_rows`.
+
+    >>> join_rows(split_rows(jnp.arange(6), 2)).tolist()
+    [0, 1, 2, 3, 4, 5]
+    """
+    return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
 def _lowered(gradient: jax.Array, loss: LocalLoss, factor: jax.Array) -> jax.Array:
@@ -340,3 +357,21 @@ def local_loss(
     trained = used(loss.leaves, params, uses.params[:n])
     _, outcome = loss.run(trained, used(loss.frozen_leaves, frozen, uses.params[n:]), variables, key, batch)
     return jax.lax.psum((outcome.loss, outcome.aux), data_axes(loss.layout.mesh))
+
+
+def local_micro_loss(
+    loss: LocalLoss,
+    micro_batches: int,
+    params: Sequence[jax.Array],
+    frozen: Sequence[jax.Array],
+    variables: Any,
+    key_data: jax.Array,
+    number: jax.Array,
+    shard_index: jax.Array,
+    batch: Any,
+) -> Weighted:
+    """As `local_loss`, of micro-batch `number` of a training step."""
+    shared, rows = loss.layout.split_variables(variables)
+    rows = jax.tree.map(lambda x: split_rows(x, micro_batches)[number], rows)
+    key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key_data), number))
+    return local_loss(loss, params, frozen, either(shared, rows), key, shard_index, batch)[0]

@@ -93,12 +93,21 @@ def cut_of(shape: tuple[int, ...], shards: int, min_shard_size: int) -> Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf of a training state: its name, its logical shape and dtype, and its cut."""
+    """One leaf of a training state.
+
+    Attributes:
+      name: where it is in the state.
+      shape: its logical shape.
+      dtype: its dtype.
+      cut: where it is cut.
+      batch_axes: of a leaf with a row for each example, the mesh axes that its first dim is split over with the batch.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: jnp.dtype
     cut: Cut = WHOLE
+    batch_axes: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -110,7 +119,7 @@ class Leaf:
 
     @property
     def spec(self) -> PartitionSpec:
-        return self.cut.spec(len(self.shape))
+        return PartitionSpec(self.batch_axes) if self.batch_axes else self.cut.spec(len(self.shape))
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
         return NamedSharding(mesh, self.spec)

@@ -73,12 +73,29 @@ class Layout:
     def frozen_leaves(self) -> list[Leaf]:
         return jax.tree.leaves(self.leaves["frozen"])
 
+    @property
+    def variable_specs(self) -> Any:
+        """The partition of each variable."""
+        return jax.tree.map(lambda leaf: leaf.spec, self.leaves["variables"])
+
+    def split_variables(self, variables: Any) -> tuple[Any, Any]:
+        """Variables that all examples share, and those that have a row for each, with `None` in each other's place."""
+        pick = lambda rows: jax.tree.map(
+            lambda leaf, x: x if bool(leaf.batch_axes) is rows else None, self.leaves["variables"], variables
+        )
+        return pick(False), pick(True)
+
     def join_params(self, params: Sequence[Any], frozen: Sequence[Any]) -> Any:
         """The model's parameters, of trained and frozen ones in the order of their leaves."""
         trained = jax.tree.unflatten(jax.tree.structure(self.leaves["params"]), params)
         rest = jax.tree.unflatten(jax.tree.structure(self.leaves["frozen"]), frozen)
-        is_leaf = lambda x: x is None or is_deferred(x)
-        return jax.tree.map(lambda a, b: b if a is None else a, trained, rest, is_leaf=is_leaf)
+        return either(trained, rest)
+
+
+def either(a: Any, b: Any) -> Any:
+    """One tree of two that have `None` in each other's place."""
+    is_leaf = lambda x: x is None or is_deferred(x)
+    return jax.tree.map(lambda x, y: y if x is None else x, a, b, is_leaf=is_leaf)
 
 
 @jax.tree_util.register_dataclass

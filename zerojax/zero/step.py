@@ -16,7 +16,7 @@ from zerojax.errors import UserError, shown
 from zerojax.mesh import data_axes, data_parallel_size
 from zerojax.precision import Precision
 from zerojax.weighted import Weighted
-from zerojax.zero.gradients import LocalLoss, local_gradients, local_loss
+from zerojax.zero.gradients import LocalLoss, local_gradients, local_loss, local_micro_loss
 from zerojax.zero.loss_scale import scale_of
 from zerojax.zero.stages import Stage
 from zerojax.zero.state import Layout, State
@@ -132,8 +132,8 @@ class Step(abc.ABC):
         return placed
 
     def manual(self, layout: Layout, function: Callable[..., Any], wholes: int, out_specs: Any) -> Callable[..., Any]:
-        """`function` of (parameters, frozen ones, `wholes` operands that are whole, shard index, batch), as one of all
-        but the shard index, manual over the data axes."""
+        """`function` of (parameters, frozen ones, variables, `wholes` operands that are whole, shard index, batch), as
+        one of all but the shard index, manual over the data axes."""
         axes = data_axes(layout.mesh)
         split, whole = PartitionSpec(axes), PartitionSpec()
         index = jnp.arange(data_parallel_size(layout.mesh), dtype=jnp.uint32)
@@ -141,7 +141,7 @@ class Step(abc.ABC):
         mapped = jax.shard_map(
             function,
             mesh=layout.mesh,
-            in_specs=(*specs, *[whole] * wholes, split, split),
+            in_specs=(*specs, layout.variable_specs, *[whole] * wholes, split, split),
             out_specs=out_specs,
             axis_names=set(axes),
             check_vma=False,
@@ -178,7 +178,10 @@ class TrainStep(Step):
         specs = [leaf.spec for leaf in layout.param_leaves]
         whole = PartitionSpec()
         gradients_of = self.manual(
-            layout, functools.partial(local_gradients, loss, self.micro_batches), 3, (whole, whole, specs, whole)
+            layout,
+            functools.partial(local_gradients, loss, self.micro_batches),
+            2,
+            (whole, whole, specs, layout.variable_specs),
         )
 
         def train_step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array], jax.Array]:
@@ -216,7 +219,7 @@ class EvalStep(Step):
 
     def _jit(self, layout: Layout) -> Any:
         loss = self.local_loss(layout, training=False)
-        losses_of = self.manual(layout, functools.partial(local_loss, loss), 2, PartitionSpec())
+        losses_of = self.manual(layout, functools.partial(local_loss, loss), 1, PartitionSpec())
 
         def eval_step(state: State, batch: Any) -> dict[str, jax.Array]:
             key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), EVALUATION_SALT)
@@ -230,7 +233,7 @@ class LossStep(Step):
     """`(state, batch, i) -> loss`: the loss that a training step would have on `batch` as its micro-batch i."""
 
     def __call__(self, state: State, batch: Any, i: int) -> jax.Array:
-        return self.run(state, (batch, np.full(jax.tree.leaves(batch)[0].shape[0], i)))
+        return self.run(state, {"batch": batch, "i": np.full(jax.tree.leaves(batch)[0].shape[0], i)})
 
     @property
     def micro_batches(self) -> int:
@@ -238,13 +241,13 @@ class LossStep(Step):
 
     def _jit(self, layout: Layout) -> Any:
         loss = self.local_loss(layout, training=True)
-        losses_of = self.manual(layout, functools.partial(local_loss, loss), 2, PartitionSpec())
+        local = functools.partial(local_micro_loss, loss, self.settings.micro_batches)
+        loss_of = self.manual(layout, local, 2, PartitionSpec())
 
-        def loss_step(state: State, batch: Any) -> jax.Array:
-            batch, numbers = batch
-            key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-            key = jax.random.key_data(jax.random.fold_in(key, numbers[0]))
-            return mean(losses_of(state.params, state.frozen, state.variables, key, batch)[0])
+        def loss_step(state: State, placed: Any) -> jax.Array:
+            key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step))
+            number = placed["i"][0]
+            return mean(loss_of(state.params, state.frozen, state.variables, key, number, placed["batch"]))
 
         return jax.jit(loss_step, out_shardings=layout.replicated)
 

@@ -1,6 +1,6 @@
-"""Which parameters are trained, and which stay as they are."""
+"""Which parameters are trained, and which variables have a row for each example."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -8,24 +8,25 @@ from zerojax.adapters import Adapter
 from zerojax.errors import UserError, shown
 
 
-def chosen(trainable: Any, adapter: Adapter, params: Any) -> Any:
-    """Whether each parameter is trained, in a tree of their structure; `trainable` as for `Zero`.
+def chosen(setting: Literal["trainable", "per_example"], choice: Any, adapter: Adapter, leaves: Any) -> Any:
+    """Whether a setting of `Zero` chooses each leaf, in a tree of their structure; without one, all are trained and no
+    variable has a row for each example.
 
     Raises:
-      UserError: if `trainable` is neither a function nor a filter that the model's kind knows.
+      UserError: if the choice is neither a function nor a filter that the model's kind knows.
     """
-    if trainable is None:
-        return jax.tree.map(lambda x: True, params)
+    if choice is None:
+        return jax.tree.map(lambda x: setting == "trainable", leaves)
     matches = getattr(adapter, "matches", None)
-    if matches is not None and not _is_function(trainable):
-        return matches(trainable)
-    if not callable(trainable):
+    if matches is not None and not _is_function(choice):
+        return matches(choice, setting == "trainable")
+    if not callable(choice):
         raise UserError(
-            f"trainable is {shown(trainable)}; accepted: a function of a parameter's path and the parameter"
+            f"{setting} is {shown(choice)}; accepted: a function of a leaf's path and the leaf"
             + (", or an NNX filter" if matches is not None else "; NNX filters are for NNX models")
         )
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-    return jax.tree_util.tree_map_with_path(lambda path, x: bool(trainable(name(path), x)), params)
+    return jax.tree_util.tree_map_with_path(lambda path, x: bool(choice(name(path), x)), leaves)
 
 
 def divide(params: Any, is_trained: Any) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.adapters import Adapter, take_apart
 from zerojax.errors import UserError, shown
-from zerojax.mesh import SHARD_AXIS, as_zero_mesh
+from zerojax.mesh import SHARD_AXIS, as_zero_mesh, data_axes, data_parallel_size
 from zerojax.precision import Precision
 from zerojax.zero.loss_scale import initial_state
 from zerojax.zero.notes import leaf_notes
@@ -45,6 +45,9 @@ class Zero:
       trainable: which parameters are trained: a function of a parameter's path ("blocks/mlp/up/kernel") and the
         parameter, or for an NNX model an NNX filter such as `nnx.LoRAParam`; all of them by default. The others have no
         gradient, no optimizer state and no master copy, keep their dtype, and lie in shards like the rest.
+      per_example: which variables have a row for each example of a batch, such as what a recurrent model remembers of
+        each row from step to step; chosen as by `trainable`, none by default. They are split over devices and
+        micro-batches with the batch.
       batch_statistics: "global": modules that normalise by the batch (BatchNorm of NNX, Linen and Equinox) do so over
         the whole micro-batch, as on one device; "per_device": over each device's rows of it.
 
@@ -68,6 +71,7 @@ class Zero:
     remat: Callable[..., bool] | None = None
     min_shard_size: int = 1024
     trainable: Any = None
+    per_example: Any = None
     batch_statistics: Literal["global", "per_device"] = "global"
 
     def __post_init__(self) -> None:
@@ -217,12 +221,13 @@ class Zero:
         if not callable(make_model):
             raise UserError(f"make_model is {shown(make_model)}; accepted: a function from a random key to a model")
         master = self.policy.master
-        made: list[tuple[Adapter, Any]] = []
+        made: list[tuple[Adapter, Any, Any]] = []
 
         def logical(key: jax.Array) -> dict[str, Any]:
             adapter, parts = take_apart(make_model(key))
-            trained, frozen = divide(parts.params, chosen(self.trainable, adapter, parts.params))
-            made.append((adapter, jax.tree.map(lambda x: jnp.dtype(x.dtype), trained)))
+            trained, frozen = divide(parts.params, chosen("trainable", self.trainable, adapter, parts.params))
+            rows = chosen("per_example", self.per_example, adapter, parts.variables)
+            made.append((adapter, jax.tree.map(lambda x: jnp.dtype(x.dtype), trained), rows))
             params = jax.tree.map(lambda x: jnp.asarray(x, master), trained)
             training_key = jax.random.fold_in(key, TRAINING_SALT)
             return {
@@ -251,13 +256,29 @@ class Zero:
             )
             for field, tree in shapes.items()
         }
-        adapter, dtypes = made[0]
+        adapter, dtypes, rows = made[0]
+        leaves["variables"] = jax.tree.map(
+            lambda leaf, has_rows: _with_rows(leaf, has_rows, mesh, self.micro_batches), leaves["variables"], rows
+        )
         layout = Layout(mesh, adapter, optimizer, leaves, dtypes)
 
         def build(key: jax.Array) -> State:
             return State(**{field: layout.store(field, x) for field, x in logical(key).items()}, layout=layout)
 
         return layout, build
+
+
+def _with_rows(leaf: Leaf, has_rows: bool, mesh: Mesh, micro_batches: int) -> Leaf:
+    """The leaf of a variable, split with the batch if it has a row for each example."""
+    if not has_rows:
+        return leaf
+    parts = data_parallel_size(mesh) * micro_batches
+    if not leaf.shape or leaf.shape[0] % parts:
+        raise UserError(
+            f"per_example chooses {leaf.name!r} of shape {leaf.shape}; accepted: arrays whose first axis is the batch, "
+            f"a multiple of {parts} (devices x micro-batches)"
+        )
+    return dataclasses.replace(leaf, batch_axes=data_axes(mesh))
 
 
 @functools.lru_cache(maxsize=8)
