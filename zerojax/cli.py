@@ -92,7 +92,7 @@ def convert(arguments: argparse.Namespace) -> None:
     """``zerojax config convert``: prints or writes the gin configuration that a DeepSpeed configuration stands for."""
     from pathlib import Path
 
-    from zerojax.config.deepspeed import to_gin
+    from zerojax.config.deepspeed.to_gin import to_gin
     from zerojax.monitor.files import replace_text
 
     text = to_gin(Path(arguments.config), world_size=arguments.devices)

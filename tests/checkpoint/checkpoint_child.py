@@ -23,13 +23,14 @@ from zerojax.checkpoint.saving import start_save
 BIG = 64 << 20
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["step", "params"], meta_fields=["layout"])
+@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "frozen"], meta_fields=["layout"])
 @dataclass
 class FakeState:
     """The part of a State that checkpoints look at."""
 
     step: Any
     params: Any
+    frozen: Any
     layout: Any
 
 
@@ -58,8 +59,9 @@ def state(mesh: Mesh, step: int, width: int = 24) -> FakeState:
             "w": jax.ShapeDtypeStruct((10, width), np.float32),
             "b": jax.ShapeDtypeStruct((width,), np.float32),
         },
+        "frozen": {},
     }
-    return FakeState(on(mesh, np.int32(step), P()), arrays, SimpleNamespace(logical=logical))
+    return FakeState(on(mesh, np.int32(step), P()), arrays, {}, SimpleNamespace(logical=logical))
 
 
 def abstract(tree: Any) -> Any:

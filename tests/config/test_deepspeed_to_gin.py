@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import zerojax
-from zerojax.config.deepspeed import make_optimizer, resolve, to_gin
+from zerojax.config.deepspeed import make_optimizer, resolve
+from zerojax.config.deepspeed.to_gin import to_gin
 from zerojax.config.gin import configured, load
 from zerojax.errors import UserError
 

@@ -1,9 +1,7 @@
 """Groups of parameters with settings of their own."""
 
-from collections.abc import Iterator
 from typing import Any
 
-import gin
 import jax
 import jax.numpy as jnp
 import optax
@@ -78,31 +76,6 @@ def test_paths_are_those_of_the_state_and_shards_do_not_matter() -> None:
         after.append(zero.gather(state))
     assert after[0]["mlp"]["bias"].tolist() == [1.0] * 8
     trees.assert_close(after[1], after[0])
-
-
-@pytest.fixture
-def gin_names() -> Iterator[None]:
-    gin.external_configurable(optim.grouped, name="grouped_of_test", module="tests.optim")
-    gin.external_configurable(optax.adamw, name="adamw_of_test", module="tests.optim")
-    yield
-    gin.clear_config()
-
-
-def test_it_can_be_written_in_gin(gin_names: None) -> None:
-    gin.parse_config("""
-        grouped_of_test.optimizer = @adamw_of_test
-        grouped_of_test.groups = [
-            {"params": ["*bias", "*norm*"], "weight_decay": 0.0},
-            {"params": "out/*", "learning_rate": 0.01},
-            {"params": ["*out*", "embed*"], "learning_rate": 0.0},
-        ]
-        adamw_of_test.learning_rate = 0.1
-        adamw_of_test.weight_decay = 0.5
-    """)
-    params = trees.params()
-    steps = trees.gradients(params, 2)
-    optimizer = gin.get_configurable("grouped_of_test")()
-    trees.assert_close(trees.trained(optimizer, params, steps), apart(steps, params))
 
 
 REFUSED: dict[str, Any] = {
