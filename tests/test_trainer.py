@@ -18,7 +18,7 @@ from zerojax import UserError, Weighted, Zero, trainer
 from zerojax.checkpoint import CheckpointError, Checkpoints
 from zerojax.data import text_dataset
 from zerojax.errors import RunError
-from zerojax.monitor import Progress
+from zerojax.monitor.progress import Progress
 from zerojax.trainer import train
 
 VOCAB, LENGTH, STEPS, DROPOUT = 256, 16, 12, 0.2

@@ -1,6 +1,7 @@
 """What goes wrong outside of the library: the user's input, and the machine a run is on."""
 
-
+from collections.abc import Collection
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -12,6 +13,16 @@ def shown(value: Any) -> str:
     """
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def nearest(name: str, accepted: Collection[str]) -> str:
+    """The end of a message about an unknown name.
+
+    >>> nearest("stge", ["mesh", "stage"])
+    '; nearest accepted: stage, mesh'
+    """
+    near = get_close_matches(name, accepted, n=3, cutoff=0.0)
+    return f"; nearest accepted: {', '.join(near)}" if near else ""
 
 
 class UserError(ValueError):

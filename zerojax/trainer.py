@@ -15,8 +15,9 @@ from zerojax.checkpoint import Checkpoints
 from zerojax.data import TextDataset, bits_per_byte, entropy_baselines, evaluation_batches, loader
 from zerojax.errors import UserError
 from zerojax.mesh import as_zero_mesh, data_parallel_size
-from zerojax.monitor import Progress, RunLogs
+from zerojax.monitor import RunLogs
 from zerojax.monitor.files import replace_text
+from zerojax.monitor.progress import Progress
 from zerojax.zero import EvalStep, State, Zero
 
 STEPS_IN_FLIGHT = 2  # the host prepares a step while the devices compute the one before, and runs no further ahead

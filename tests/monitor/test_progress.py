@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from zerojax.monitor import Progress
 from zerojax.monitor import progress as module
+from zerojax.monitor.progress import Progress
 
 
 def drive(steps, **options):

@@ -4,14 +4,13 @@ import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import gin
 from gin.config import ConfigurableReference as Reference
 
 from zerojax.config.annotations import describe, fits
-from zerojax.errors import UserError
+from zerojax.errors import UserError, nearest
 
 MACRO = "gin.macro"
 
@@ -178,16 +177,6 @@ def short(selector: str) -> str:
     'GPT'
     """
     return selector.rpartition(".")[2]
-
-
-def nearest(name: str, accepted: Collection[str]) -> str:
-    """The end of a message about an unknown name.
-
-    >>> nearest("stge", ["mesh", "stage"])
-    '; nearest accepted: stage, mesh'
-    """
-    near = get_close_matches(name, accepted, n=3, cutoff=0.0)
-    return f"; nearest accepted: {', '.join(near)}" if near else ""
 
 
 def parameters(selector: str) -> Mapping[str, inspect.Parameter]:

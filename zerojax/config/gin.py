@@ -16,8 +16,8 @@ import gin
 from gin import config_parser
 from gin.config import ConfigurableReference, ParsedBindingKey, ParserDelegate
 
-from zerojax.config.bindings import MACRO, Binding, Config, Key, nearest, parameters, short
-from zerojax.errors import UserError
+from zerojax.config.bindings import MACRO, Binding, Config, Key, parameters, short
+from zerojax.errors import UserError, nearest
 
 # What a message calls the place of a line of a text.
 Place = Callable[[int], str]

@@ -1,4 +1,3 @@
 """What a run tells while it runs: rows in files for programs, a line in the terminal for people."""
 
 from zerojax.monitor.logs import RunLogs as RunLogs
-from zerojax.monitor.progress import Progress as Progress

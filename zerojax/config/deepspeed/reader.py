@@ -10,9 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from zerojax.config.bindings import nearest
 from zerojax.config.deepspeed.keys import BY_PATH, KEYS, Key, names_in
-from zerojax.errors import UserError, shown
+from zerojax.errors import UserError, nearest, shown
 
 AUTO = "auto"
 TEXT_SOURCE, DICT_SOURCE = "base64 config", "config"
