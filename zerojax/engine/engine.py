@@ -1,8 +1,10 @@
 """The engine: DeepSpeed's forward, backward and step, computed by one compiled step of `zerojax.Zero`."""
 
+import atexit
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,17 +13,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from zerojax.config.deepspeed import DeepSpeedConfig
-from zerojax.engine import files
-from zerojax.engine.loader import endless
+from zerojax.engine import export, tags
+from zerojax.engine.batches import check_alike, check_rows, interleaved, kept, next_of
+from zerojax.engine.loader import EpochLoader, endless
 from zerojax.engine.logs import EngineLogs
-from zerojax.engine.loss import PendingLoss
+from zerojax.engine.loss import PendingLoss, Place, wait_for_all
+from zerojax.engine.models import Source
+from zerojax.engine.optimizers import Optimizer
+from zerojax.engine.record import StepRecord, ends_if_skipped
 from zerojax.engine.schedule import Scheduler
-from zerojax.errors import RunError, UserError, shown
+from zerojax.errors import UserError, shown
 from zerojax.mesh import data_parallel_size
+from zerojax.weighted import Weighted
 from zerojax.zero import EvalStep, LossStep, State, TrainStep, Zero
+from zerojax.zero.loss_scale import scale_of
+from zerojax.zero.step import mean
 
 
 class Engine:
@@ -34,13 +42,12 @@ class Engine:
     Attributes:
       config: the resolved configuration.
       zero: the settings of the step, with the accumulation steps as micro-batches.
-      state: the training state.
       optimizer: the optax transformation.
       lr_scheduler: the `Scheduler`, or `None` where the learning rate is not known.
       training_dataloader: of the training data, or `None`.
       global_steps: steps taken, skipped ones too.
       global_samples: rows of these steps on all devices.
-      micro_steps: calls of `step`.
+      micro_steps: micro-batches that `step` or `train_batch` has ended.
     """
 
     def __init__(
@@ -48,29 +55,41 @@ class Engine:
         *,
         config: DeepSpeedConfig,
         zero: Zero,
-        make_model: Callable[[jax.Array], Any],
+        model: Source,
         loss_fn: Callable[..., Any],
-        optimizer: optax.GradientTransformation,
-        schedules: Sequence[optax.Schedule],
-        momentum: Sequence[Callable[[int], Any]],
-        loader: Any,
+        optimizer: Optimizer,
+        loader: EpochLoader | None,
         seed: int,
     ):
-        self.config, self.zero, self.optimizer = config, zero, optimizer
+        self.config, self.zero, self.optimizer = config, zero, optimizer.transformation
         self.training_dataloader = loader
-        self.state: State = zero.init(make_model, optimizer, seed)
-        self.lr_scheduler = Scheduler(schedules, self._updates) if schedules else None
+        self.lr_scheduler = Scheduler(optimizer.rates, self._updates) if optimizer.rates else None
         self.global_steps = self.global_samples = self.micro_steps = 0
+        self._logs = EngineLogs(config, optimizer.rates)
+        self._states = itertools.count()
+        self.state = model.init(zero, self.optimizer, seed)
         self._micro_batch_size = config.micro_batch_size
-        self._make_model, self._loss_fn, self._momentum = make_model, loss_fn, tuple(momentum)
+        self._make_model, self._loss_fn, self._groups = model.make_model, loss_fn, optimizer
+        self._train_steps: dict[int, TrainStep] = {}
         self._training = True
         self._in_no_sync = False
         self._waiting: list[tuple[Any, PendingLoss]] = []  # forward and backward were called
-        self._metrics: dict[str, jax.Array] | None = None
-        self._skipped_before: jax.Array | int = 0
+        self._ended = 0  # the number of these that step was called for
+        self._last: StepRecord | None = None
         self._applied = False
         self._data: Iterator[Any] | None = None
-        self._logs = EngineLogs(config)
+        if self._logs.wanted:  # which are a step behind
+            atexit.register(self._logs.close)
+
+    @property
+    def state(self) -> State:
+        """The training state. Another one of the same model may be put in its place between two steps."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state, self._state_number = state, next(self._states)
+        self._updates_before: jax.Array | None = None  # known without waiting, where a step has made the state
 
     # The loop.
 
@@ -78,12 +97,15 @@ class Engine:
         return self.forward(batch)
 
     def forward(self, batch: Any) -> Any:
-        """The loss of one micro-batch: in training a `PendingLoss`, in evaluation a scalar on the device."""
-        self._check_rows(batch)
+        """The loss of one micro-batch: in training a `PendingLoss`, in evaluation a scalar on the device.
+
+        Raises:
+          UserError: if in training the batch has not the rows of a micro-batch.
+        """
         if not self._training:
             return self._eval_step(self.state, batch)["loss"]
-        index = len(self._waiting)
-        return PendingLoss(self, batch, lambda batch: self._loss_step(self.state, batch, index))
+        self._check_rows(batch)
+        return PendingLoss(self, batch, self._next_place, self._loss_alone)
 
     def backward(self, loss: PendingLoss) -> PendingLoss:
         """Takes the gradient of a loss that `engine(batch)` returned into the step to come.
@@ -97,11 +119,12 @@ class Engine:
                 f"backward was given {given}; "
                 "accepted: the loss that this engine's forward returned, as it is (scale or add losses in loss_fn)"
             )
-        if len(self._waiting) > self.micro_steps % self.gradient_accumulation_steps():
+        if len(self._waiting) > self._ended:
             raise UserError(
                 "backward was called twice before step; accepted: forward, backward, step for each micro-batch"
             )
-        self._waiting.append((loss.take_batch(), loss))
+        first = self._waiting[0][0] if self._waiting else None
+        self._waiting.append((loss.take(self._next_place, functools.partial(self._as_next, first)), loss))
         return loss
 
     def step(self) -> None:
@@ -109,22 +132,25 @@ class Engine:
 
         Raises:
           UserError: if there was no backward before, or inside of `no_sync`.
-          RunError: if the loss scale was at its minimum when another step overflowed.
+          RunError: if the step before overflowed with the loss scale at its minimum.
         """
         if self._in_no_sync:
             raise UserError("step was called inside of no_sync; accepted: outside of it")
-        done, accumulation = len(self._waiting), self.gradient_accumulation_steps()
-        if done != self.micro_steps % accumulation + 1:
+        if len(self._waiting) == self._ended:
             raise UserError("step was called without a backward before it; accepted: forward, backward, step")
-        at_boundary = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
-        self._applied = False
-        if at_boundary:
+        before = self._last
+        if self.is_gradient_accumulation_boundary():
             batches, losses = zip(*self._waiting, strict=True)
-            self._waiting = []
             values = self._update(batches)
             for i, loss in enumerate(losses):
-                loss.settle(functools.partial(_entry, values, i))
+                loss.settle(values, i)
+            self._waiting, self._ended = [], 0
+        else:
+            self._ended += 1
+            self._applied = False
+        self.micro_steps += 1
+        if before is not self._last and before is not None:
+            before.check()
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> jax.Array:
         """A whole step over the next `gradient_accumulation_steps` micro-batches; returns their mean loss.
@@ -134,34 +160,36 @@ class Engine:
 
         Raises:
           UserError: if there is no data, or it ends within the step.
+          RunError: as `step`.
         """
         if self._waiting:
             raise UserError("train_batch was called between backward and the boundary; accepted: after a whole step")
+        if self._in_no_sync:
+            raise UserError("train_batch was called inside of no_sync; accepted: outside of it")
         if data_iter is None:
             if self.training_dataloader is None:
                 raise UserError("train_batch has no data; accepted: an iterator, or initialize(..., training_data=...)")
             data_iter = self._data = self._data or endless(self.training_dataloader)
-        n = self.gradient_accumulation_steps()
-        batches = [batch for _, batch in zip(range(n), data_iter, strict=False)]
-        if len(batches) < n:
-            raise UserError(f"the data ended after {len(batches)} of a step's {n} micro-batches; accepted: {n}")
-        for batch in batches:
+        batches: list[Any] = []
+        for batch in next_of(data_iter, self.gradient_accumulation_steps()):
             self._check_rows(batch)
-        self.micro_steps += n
+            batches.append(self._as_next(batches[0] if batches else None, batch))
+        before = self._last
         self._update(batches)
-        assert self._metrics is not None
-        return self._metrics["loss"]
+        self.micro_steps += len(batches)
+        if before is not None:
+            before.check()
+        assert self._last is not None
+        return self._last.metrics["loss"]
 
     def eval_batch(self, data: Any) -> jax.Array:
         """The loss in evaluation mode: of a batch, or the mean over the next micro-batches of an iterator."""
         if not isinstance(data, Iterator):
             return self._eval_step(self.state, data)["loss"]
-        n = self.gradient_accumulation_steps()
-        metrics = [self._eval_step(self.state, batch) for _, batch in zip(range(n), data, strict=False)]
-        if len(metrics) < n:
-            raise UserError(f"the data ended after {len(metrics)} of {n} micro-batches; accepted: {n}")
+        batches = next_of(data, self.gradient_accumulation_steps())
+        metrics = [self._eval_step(self.state, batch) for batch in batches]
         losses, weights = (jnp.stack([m[name] for m in metrics]) for name in ("loss", "weight"))
-        return jnp.sum(losses * weights) / jnp.sum(weights)
+        return mean(Weighted(jnp.sum(losses * weights), jnp.sum(weights)))
 
     def train(self, mode: bool = True) -> "Engine":
         """Training mode: `engine(batch)` prepares a step. As torch's `train`."""
@@ -193,7 +221,7 @@ class Engine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` applies the update."""
-        return self.micro_steps % self.gradient_accumulation_steps() == self.gradient_accumulation_steps() - 1
+        return self._ended == self.gradient_accumulation_steps() - 1
 
     def gradient_accumulation_steps(self) -> int:
         return self.zero.micro_batches
@@ -212,26 +240,25 @@ class Engine:
           UserError: between two boundaries, or if the micro-batches of all devices do not divide it.
         """
         rows = self._micro_batch_size * self._devices
-        if self._waiting:
-            raise UserError("set_train_batch_size was called between two boundaries; accepted: after a whole step")
-        if isinstance(train_batch_size, bool) or not isinstance(train_batch_size, int) or train_batch_size < 1:
-            raise UserError(f"train_batch_size is {shown(train_batch_size)}; accepted: a positive integer")
+        self._check_between_steps("set_train_batch_size")
+        _check_positive("train_batch_size", train_batch_size)
         if train_batch_size % rows:
             raise UserError(
                 f"train_batch_size is {train_batch_size}; accepted: a multiple of {rows} "
                 f"({self._micro_batch_size} rows x {self._devices} devices)"
             )
         self.zero = dataclasses.replace(self.zero, micro_batches=train_batch_size // rows)
-        self.micro_steps = self.global_steps * self.zero.micro_batches
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Another number of rows in a device's micro-batch, with the accumulation steps as they are."""
-        if self._waiting:
-            raise UserError(
-                "set_train_micro_batch_size was called between two boundaries; accepted: after a whole step"
-            )
-        if isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, int) or micro_batch_size < 1:
-            raise UserError(f"micro_batch_size is {shown(micro_batch_size)}; accepted: a positive integer")
+        """Another number of rows in a device's micro-batch, with the accumulation steps as they are.
+
+        Raises:
+          UserError: between two boundaries, or if the training data has fewer rows than such a micro-batch.
+        """
+        self._check_between_steps("set_train_micro_batch_size")
+        _check_positive("micro_batch_size", micro_batch_size)
+        if self.training_dataloader is not None:
+            self.training_dataloader.set_batch_size(micro_batch_size * self._devices)
         self._micro_batch_size = micro_batch_size
 
     # What the last step was.
@@ -250,20 +277,28 @@ class Engine:
         return self.lr_scheduler.get_lr()
 
     def get_mom(self) -> list[Any]:
-        """The momentum, or the two betas, of each group that the next update uses."""
-        return [momentum(self._updates()) for momentum in self._momentum]
+        """The momentum, or the two betas, of each group that the next update uses; 0 of an optimizer without.
+
+        Raises:
+          UserError: if an optax transformation was given, which does not tell it.
+        """
+        if not self._groups.momenta:
+            raise UserError(
+                "the momentum is inside of the optimizer that was given; accepted: an optimizer of the configuration"
+            )
+        return [momentum(self._updates()) for momentum in self._groups.momenta]
 
     def get_type(self) -> list[str]:
-        """The optimizer's name in the configuration."""
-        return [] if self.config.optimizer is None else [self.config.optimizer.type]
+        """The optimizer's name in the configuration, for each group; of one that was given, none."""
+        return list(self._groups.types)
 
     def get_global_grad_norm(self) -> float | None:
         """The gradients' L2 norm of the last step, unscaled and before clipping; `None` before the first."""
-        return None if self._metrics is None else float(self._metrics["grad_norm"])
+        return None if self._last is None else float(self._last.metrics["grad_norm"])
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed the parameters: not between boundaries, and not where it overflowed."""
-        return self._applied and self.skipped_steps == int(self._skipped_before)
+        return self._applied and self._last is not None and self._last.applied
 
     @property
     def skipped_steps(self) -> int:
@@ -273,16 +308,22 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """The loss scale of the next step; 1 without scaling."""
-        from zerojax.zero.loss_scale import scale_of
-
-        return float(scale_of(self.zero.policy.loss_scale, self.state.loss_scale))
+        return float(scale_of(self.zero.policy.loss_scale, jax.device_get(self.state.loss_scale)))
 
     def zero_optimization_stage(self) -> int:
         return self.zero.stage
 
     def module_state_dict(self) -> dict[str, np.ndarray]:
-        """Every parameter, whole and in the model's own dtype, by its path ("blocks/mlp/up/kernel")."""
-        return dict(files.whole_leaves(self.state))
+        """Every parameter and carried array, whole and in the model's own dtype, by path ("blocks/mlp/up/kernel")."""
+        return export.state_dict(self.state)
+
+    @property
+    def train_step(self) -> TrainStep:
+        """The step that `Zero` compiles, which takes the micro-batches as one batch; `zero.report` asks for it."""
+        count = self.zero.micro_batches
+        if count not in self._train_steps:
+            self._train_steps[count] = self.zero.train_step(self._loss_fn)
+        return self._train_steps[count]
 
     @property
     def module(self) -> Any:
@@ -301,6 +342,8 @@ class Engine:
     ) -> bool:
         """Saves `save_dir`/`tag` and, complete, names it in `save_dir`/latest; every process calls it.
 
+        With the state go the counts of steps and the place in `training_dataloader`.
+
         Args:
           save_dir: a directory, shared by all processes.
           tag: "global_step" and the step's number by default; what had that name before is replaced.
@@ -312,14 +355,20 @@ class Engine:
           UserError: if `save_dir` is empty, or between two boundaries.
           CheckpointError: if it cannot be written.
         """
-        if self._waiting:
-            raise UserError("save_checkpoint was called between two boundaries; accepted: after a whole step")
+        self._check_between_steps("save_checkpoint")
         self._logs.flush()
-        files.save_tag(
+        loader = self.training_dataloader
+        progress = {
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "micro_steps": self.micro_steps,
+            "loader": None if loader is None else list(loader.position),
+        }
+        tags.save_tag(
             save_dir,
-            tag if tag is not None else f"global_step{self.global_steps}",
+            f"global_step{self.global_steps}" if tag is None else tag,
             self.state,
-            {"client_state": dict(client_state or {}), "engine": self._counters()},
+            {"client_state": dict(client_state or {}), "engine": progress},
             latest=save_latest,
             frozen=not exclude_frozen_parameters,
             validation=self.config.tag_validation,
@@ -333,12 +382,15 @@ class Engine:
         load_optimizer_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Takes up a checkpoint of any stage, mesh, precision and number of processes.
+        """Takes up a checkpoint of any stage, mesh, precision and number of processes; every process calls it.
+
+        The next iteration over `training_dataloader` begins where the checkpoint's run had come to.
 
         Args:
           load_dir: as `save_dir`.
           tag: the one named in `load_dir`/latest by default.
-          load_optimizer_states: whether the optimizer's state, with it the schedule's position, is taken too.
+          load_optimizer_states: whether the optimizer's state, the schedule's position and the loss scale are taken
+            too.
           load_module_only: whether nothing but parameters and variables is taken.
 
         Returns:
@@ -348,32 +400,47 @@ class Engine:
           UserError: if there is no such tag, or it is of another model.
           CheckpointError: if it is damaged.
         """
-        path = files.find_tag(load_dir, tag)
+        path = tags.find_tag(load_dir, tag)
         if path is None:
             warnings.warn(f"{load_dir} has no file named latest: no checkpoint was loaded", stacklevel=2)
             return None, None
-        restored, extra = files.load_tag(path, self.zero, self._make_model, self.optimizer, self.state.frozen)
-        kept: dict[str, Any] = {}
-        if load_module_only or not load_optimizer_states:
-            kept["opt_state"] = self.state.opt_state
+        restored, extra = tags.load_tag(path, self.zero, self._make_model, self.optimizer, self.state.frozen)
+        kept_fields: tuple[str, ...] = ()
         if load_module_only:
-            kept |= {name: getattr(self.state, name) for name in ("step", "rng", "loss_scale")}
+            kept_fields = "opt_state", "step", "loss_scale", "rng"
+        elif not load_optimizer_states:
+            kept_fields = "opt_state", "step", "loss_scale"
+        self._logs.close()  # what the run tells from here on follows the checkpoint's step
+        kept = {name: getattr(self.state, name) for name in (*kept_fields, "layout")}  # for which steps are compiled
         self.state = dataclasses.replace(restored, **kept)
-        self._waiting = []
+        self._waiting, self._ended = [], 0
+        self._last, self._applied = None, False
         if not load_module_only:
-            for name, value in extra["engine"].items():
-                setattr(self, name, value)
-            self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
+            progress = extra["engine"]
+            self.global_steps = progress["global_steps"]
+            self.global_samples = progress["global_samples"]
+            self.micro_steps = progress["micro_steps"]
+            if self.training_dataloader is not None and progress["loader"] is not None:
+                self.training_dataloader.seek(*progress["loader"])
+                self._data = None
         return str(path), extra["client_state"]
 
     def save_16bit_model(self, save_dir: str, save_filename: str = "model.safetensors") -> bool:
-        """Writes the parameters in 16 bit, in the compute dtype or bf16, as one safetensors file, at any stage."""
+        """Writes parameters and carried arrays as one safetensors file, at any stage; every process calls it.
+
+        Floating arrays are in the compute dtype if that has 16 bits, else in bfloat16, under their paths with dots.
+
+        Raises:
+          UserError: if a name is empty.
+          CheckpointError: if it cannot be written.
+        """
         compute = self.zero.policy.compute
-        files.save_16bit(save_dir, save_filename, self.state, compute if compute.itemsize == 2 else "bfloat16")
+        export.save_16bit(save_dir, save_filename, self.state, compute if compute.itemsize == 2 else jnp.bfloat16)
         return True
 
     def destroy(self) -> None:
-        """Closes the logs."""
+        """Tells what the logs hold back, and closes them."""
+        atexit.unregister(self._logs.close)
         self._logs.close()
 
     # Inside.
@@ -390,68 +457,54 @@ class Engine:
     def _loss_step(self) -> LossStep:
         return self.zero.loss_step(self._loss_fn)
 
-    @functools.cache  # noqa: B019  # an engine lives as long as its run
-    def _train_step(self, micro_batches: int) -> TrainStep:
-        return dataclasses.replace(self.zero, micro_batches=micro_batches).train_step(self._loss_fn)
-
     def _updates(self) -> int:
         return int(self.state.step)
 
-    def _counters(self) -> dict[str, int]:
-        return {"global_steps": self.global_steps, "global_samples": self.global_samples}
+    @property
+    def _next_place(self) -> Place:
+        return Place(self._state_number, len(self._waiting))
+
+    def _check_between_steps(self, method: str) -> None:
+        if self._waiting:
+            raise UserError(f"{method} was called between two boundaries; accepted: after a whole step")
 
     def _check_rows(self, batch: Any) -> None:
-        wanted = self._micro_batch_size * self._devices // jax.process_count()
-        rows = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
-        if rows != {wanted}:
+        check_rows(batch, self._micro_batch_size, self.state.layout.mesh)
+
+    def _as_next(self, first: Any, batch: Any) -> Any:
+        """A micro-batch as it is kept until its step; `first` is the step's first one, or `None`."""
+        if self.gradient_accumulation_steps() == 1:
+            return batch
+        batch = kept(batch)
+        if first is not None:
+            check_alike(first, batch)
+        return batch
+
+    def _loss_alone(self, batch: Any, place: Place) -> jax.Array:
+        """The loss of a micro-batch whose step is to come."""
+        if place.state != self._state_number:
             raise UserError(
-                f"a micro-batch has {' or '.join(map(str, sorted(rows))) or 'no'} rows in this process; accepted: "
-                f"{wanted} ({self._micro_batch_size} x {self._devices} devices"
-                + (f" / {jax.process_count()} processes)" if jax.process_count() > 1 else ")")
+                "a loss was asked for when the parameters had changed, and was not part of the step that changed them; "
+                "accepted: ask for it before, or give it to backward"
             )
+        wait_for_all(place)
+        return self._loss_step(self.state, batch, place.number)
 
     def _update(self, batches: Sequence[Any]) -> jax.Array:
         """One step over micro-batches; returns their losses, (M,)."""
-        self._check_scale()
-        step = self._train_step(len(batches))
-        self._skipped_before = 0 if self._metrics is None else self._metrics["skipped"]
-        rate = self.lr_scheduler.get_lr() if self.lr_scheduler is not None and self._logs.wanted else []
+        step, batch = self.train_step, interleaved(batches)
+        ends = ends_if_skipped(self.zero.policy.loss_scale, self.state.loss_scale)
+        before = self._updates() if self._updates_before is None else self._updates_before
         began = time.perf_counter()
-        self.state, self._metrics, losses = step.run(self.state, interleaved(batches))
-        self._applied = True
+        self.state, metrics, losses = step.run(self.state, batch)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
-        self._logs.step(self.global_steps, self.global_samples, self._metrics, rate, began)
+        self._last = StepRecord(self.global_steps, self.global_samples, before, metrics, ends, began)
+        self._updates_before, self._applied = metrics["step"], True
+        self._logs.step(self._last)
         return losses
 
-    def _check_scale(self) -> None:
-        """Stops a run whose last step overflowed at the smallest loss scale."""
-        policy = self.zero.policy.loss_scale
-        if policy is None or policy.static is not None or self._metrics is None:
-            return
-        overflowed = int(self._metrics["skipped"]) > int(self._skipped_before)
-        if (
-            overflowed
-            and float(self._metrics["loss_scale"]) <= policy.minimum
-            and int(self.state.loss_scale.hysteresis) == 1
-        ):
-            raise RunError(
-                f"step {self.global_steps} overflowed at the smallest loss scale, {policy.minimum:g}: gradients are "
-                "not finite; lower the learning rate, or use bf16"
-            )
 
-
-def interleaved(batches: Sequence[Any]) -> Any:
-    """Micro-batches as the one batch whose every M-th row, from row i on, is micro-batch i.
-
-    >>> interleaved([np.array([1, 2]), np.array([5, 6])]).tolist()
-    [1, 5, 2, 6]
-    """
-    if len(batches) == 1:
-        return batches[0]
-    join = lambda *xs: np.stack([np.asarray(x) for x in xs], axis=1).reshape(-1, *np.shape(xs[0])[1:])
-    return jax.tree.map(join, *batches)
-
-
-def _entry(values: jax.Array, i: int) -> jax.Array:
-    return values[i]
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{name} is {shown(value)}; accepted: a positive integer")

@@ -1,6 +1,5 @@
 """`zerojax.initialize`: an engine from a model and a DeepSpeed configuration."""
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,12 +8,14 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from zerojax import optim
 from zerojax.config import deepspeed
 from zerojax.engine.engine import Engine
 from zerojax.engine.loader import EpochLoader
-from zerojax.errors import UserError, shown
-from zerojax.mesh import as_zero_mesh, data_parallel_size
+from zerojax.engine.models import model_s_own_loss, source_of
+from zerojax.engine.optimizers import optimizer_of
+from zerojax.engine.schedule import Scheduler
+from zerojax.errors import UserError
+from zerojax.mesh import SHARD_AXIS, as_zero_mesh, data_parallel_size
 from zerojax.zero import Zero
 
 
@@ -31,12 +32,12 @@ def initialize(
     trainable: Any = None,
     seed: int = 0,
     **auto: Any,
-) -> tuple[Engine, optax.GradientTransformation, EpochLoader | None, Any]:
+) -> tuple[Engine, optax.GradientTransformation, EpochLoader | None, Scheduler | None]:
     """An engine that trains as a DeepSpeed configuration says.
 
     Args:
       model: a function from a random key to a model (`make_model` of `Zero.init`), born in its shards; or a model,
-        which has to fit on one device first.
+        whose arrays are copied into their shards.
       config: a dict, the path of a JSON file, or a JSON text in base64.
       loss_fn: function of (model, batch, rng) as for `Zero.train_step`; by default the model is called with the batch
         (a tuple's parts as arguments) and returns the loss.
@@ -71,83 +72,31 @@ def initialize(
     """
     world_size = data_parallel_size(as_zero_mesh(mesh))
     resolved = deepspeed.resolve(config, world_size=world_size, **auto)
-    settings = resolved.zero_arguments if mesh is None else {**resolved.zero_arguments, "mesh": mesh}
-    zero = Zero(**settings, trainable=trainable)
-    transform, schedules, momentum = _optimizer(resolved, optimizer, lr_scheduler)
     loader = None
     if training_data is not None:
-        loader = EpochLoader(training_data, resolved.micro_batch_size * world_size, collate_fn, seed)
+        rows = resolved.micro_batch_size * world_size
+        loader = EpochLoader(training_data, rows, collate_fn, seed, resolved.dataloader_drop_last)
     engine = Engine(
         config=resolved,
-        zero=zero,
-        make_model=_make_model(model),
-        loss_fn=_loss_fn(loss_fn),
-        optimizer=transform,
-        schedules=schedules,
-        momentum=momentum,
+        zero=Zero(**_zero_arguments(resolved, mesh), trainable=trainable),
+        model=source_of(model),
+        loss_fn=model_s_own_loss if loss_fn is None else loss_fn,
+        optimizer=optimizer_of(resolved, optimizer, lr_scheduler),
         loader=loader,
         seed=seed,
     )
     if jax.process_index() == 0:
         for note in resolved.notes:
             print(f"{resolved.source}: {note}")
-    return engine, transform, loader, engine.lr_scheduler
+    return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
-def _make_model(model: Any) -> Callable[[jax.Array], Any]:
-    from flax import nnx
-
-    if isinstance(model, nnx.Module):
-        graph, state = nnx.split(model)
-        return lambda rng: nnx.merge(graph, state)
-    is_function = callable(model) and not jax.tree.leaves(model, is_leaf=lambda x: x is None) != [model]
-    if is_function:
-        return model
-    return lambda rng: model
-
-
-def _loss_fn(loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
-    if loss_fn is None:
-        return lambda model, batch, rng: model(*batch) if isinstance(batch, tuple) else model(batch)
-    return loss_fn
-
-
-def _optimizer(
-    config: deepspeed.DeepSpeedConfig, given: Any, schedule: Any
-) -> tuple[optax.GradientTransformation, list[optax.Schedule], list[Callable[[int], Any]]]:
-    """The transformation, and the learning rate and the momentum of each group as functions of the updates applied."""
-    if given is not None:
-        if config.optimizer is not None:
-            raise UserError(
-                f"optimizer was given beside {config.source}'s optimizer.type {config.optimizer.type!r}; accepted: one"
-            )
-        if config.scheduler is not None:
-            raise UserError(
-                f"optimizer was given beside {config.source}'s scheduler.type {config.scheduler.type!r}; accepted: an "
-                "optimizer made with its schedule, and lr_scheduler=that schedule"
-            )
-        transform = given if hasattr(given, "init") else given()
-        return transform, [] if schedule is None else [schedule], []
-    if config.optimizer is None:
+def _zero_arguments(config: deepspeed.DeepSpeedConfig, mesh: Mesh | None) -> dict[str, Any]:
+    if mesh is None:
+        return config.zero_arguments
+    if config.mesh_axes is not None and config.mesh_axes["data"] != mesh.shape[SHARD_AXIS]:
         raise UserError(
-            f"{config.source} has no optimizer, and none was given; accepted: an optimizer section, or optimizer=..."
+            f"mesh was given with {mesh.shape[SHARD_AXIS]} devices on its {SHARD_AXIS!r} axis beside {config.source}'s "
+            f"zero_optimization.mics_shard_size {config.mesh_axes['data']}; accepted: one of the two, or equal ones"
         )
-    if schedule is not None:
-        if config.scheduler is not None:
-            raise UserError(f"lr_scheduler was given beside {config.source}'s scheduler; accepted: one")
-        if not callable(schedule):
-            raise UserError(f"lr_scheduler is {shown(schedule)}; accepted: a function of the number of updates applied")
-        transform = optim.by_name(config.optimizer.type, config.optimizer.params, schedule=lambda rate: schedule)
-        return transform, [schedule], []
-    transform = deepspeed.make_optimizer(config.source, config.optimizer, config.scheduler)
-    rates = optim.learning_rates(config.optimizer.type, config.optimizer.params)
-    if config.scheduler is None:
-        return transform, [functools.partial(_constant, rate) for rate in rates.values()], []
-    schedules = [deepspeed.make_schedule(config.source, config.scheduler, rate) for rate in rates.values()]
-    momentum = optim.momentum_by_name(config.scheduler.type, config.scheduler.params)
-    return transform, schedules, [] if momentum is None else [lambda count: float(momentum(count))]
-
-
-def _constant(rate: float, count: int) -> float:
-    del count
-    return rate
+    return {**config.zero_settings, "mesh": mesh}
