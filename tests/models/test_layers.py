@@ -135,3 +135,15 @@ def test_attention_gradient_equals_jax_causal_attention():
     ours, theirs = (jax.jit(lambda *qkv, f=f: jax.vjp(f, *qkv)[1](ct)) for f in (causal_attention, plain))
     for got, want in zip(ours(q, k, v), theirs(q, k, v), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_takes_fp16(causal):
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 6, 2, 4)) for i in range(3))
+    run = causal_attention if causal else attention
+    half = [x.astype(jnp.float16) for x in (q, k, v)]
+    out, gradient = jax.value_and_grad(lambda q: run(q, *half[1:]).astype(jnp.float32).sum())(half[0])
+    want, exact = jax.value_and_grad(lambda q: run(q, k, v).sum())(q)
+    assert run(*half).dtype == gradient.dtype == jnp.float16
+    np.testing.assert_allclose(out, want, rtol=2e-2)
+    np.testing.assert_allclose(gradient.astype(np.float32), exact, atol=5e-3)

@@ -213,11 +213,7 @@ def causal_attention(
     for start in range(0, length, block):
         stop = min(start + block, length)
         visible = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)
-        mixed.append(
-            jax.nn.dot_product_attention(
-                q[:, start:stop], k[:, :stop], v[:, :stop], mask=visible[None, None], implementation=implementation
-            )
-        )
+        mixed.append(attend(q[:, start:stop], k[:, :stop], v[:, :stop], visible[None, None], implementation))
     return jnp.concatenate(mixed, axis=1)
 
 
@@ -242,5 +238,25 @@ def attention(
     >>> attention(jnp.zeros_like(v), v, v).ravel().tolist()
     [2.0, 2.0]
     """
-    mask = None if visible is None else visible[:, None, None, :]
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+    return attend(q, k, v, None if visible is None else visible[:, None, None, :], implementation)
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    implementation: Literal["xla", "cudnn"] | None,
+) -> jax.Array:
+    """`jax.nn.dot_product_attention`, where it takes no fp16 with fp32 in its place.
+
+    It asks for products of fp16 that are summed in fp32, which XLA has for GPUs alone.
+    """
+
+    def own(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+
+    if q.dtype != jnp.float16:
+        return own(q, k, v)
+    widened = lambda *qkv: own(*(x.astype(jnp.float32) for x in qkv)).astype(q.dtype)
+    return jax.lax.platform_dependent(q, k, v, cuda=own, rocm=own, default=widened)
