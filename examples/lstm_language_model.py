@@ -19,7 +19,7 @@ from zerojax.models import RNN, next_token_loss
 
 jax.config.update("jax_num_cpu_devices", 8)  # a machine without accelerators stands in for eight of them
 
-LENGTH, BATCH, STEPS = 64, 64, 300
+LENGTH, BATCH, STEPS = 64, 32, 600
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
 training, held_out = (text_dataset(length=LENGTH, split=split) for split in ("train", "validation"))
@@ -27,16 +27,16 @@ vocab_size = training.tokenizer.vocab_size
 
 
 def make_model(rng: jax.Array) -> RNN:
-    return RNN(vocab_size=vocab_size, dim=256, layers=2, cell="lstm", rngs=nnx.Rngs(rng))
+    return RNN(vocab_size=vocab_size, dim=256, layers=1, cell="lstm", rngs=nnx.Rngs(rng))
 
 
 zero = zerojax.Zero(stage=3, clip_norm=1.0)
-schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, warmup_steps=steps // 10, decay_steps=steps)
+schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=steps // 10, decay_steps=steps)
 state = zero.init(make_model, optax.adam(schedule))
 step, batches = zero.train_step(next_token_loss), loader(training, BATCH)
 for i, batch in enumerate(itertools.islice(batches, steps), 1):
     state, metrics = step(state, batch)
-    if i % 20 == 0 or i == steps:
+    if i % 50 == 0 or i == steps:
         print(f"step {i}/{steps}: loss {metrics['loss']:.3f}", flush=True)
 batches.close()
 

@@ -17,7 +17,7 @@ from zerojax.models import ResNet, image_classification_loss
 
 jax.config.update("jax_num_cpu_devices", 8)  # a machine without accelerators stands in for eight of them
 
-BATCH, STEPS, PEAK = 64, 300, 3e-3
+BATCH, STEPS, PEAK = 64, 500, 3e-3
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
 images, held_out = mnist_images("train"), mnist_images("validation")

@@ -17,7 +17,11 @@ import zerojax
 from zerojax.config.deepspeed import markdown_table
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "docs/concepts.md", "docs/api.md", "docs/deepspeed.md", "docs/decisions.md", "CHANGELOG.md"]
+PAGES = [
+    "README.md",
+    *(f"docs/{name}.md" for name in ("concepts", "api", "deepspeed", "decisions", "examples")),
+    "CHANGELOG.md",
+]
 README_NAMES = {
     "zerojax": zerojax,
     "optax": optax,

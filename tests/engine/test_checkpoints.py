@@ -187,6 +187,18 @@ def test_parts_of_a_checkpoint(run, other, tmp_path):
     assert now[1] == (*counts[:4], rates)
 
 
+def test_parameters_of_a_run_of_another_optimizer(run):
+    _, directory, (two, _), *_ = run
+    config = tiny.config() | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config.pop("scheduler", None)
+    other = tiny.start(config, devices=2, seed=5)
+    with pytest.raises(zerojax.UserError, match="another model or optimizer"):
+        other.load_checkpoint(directory)
+    other.load_checkpoint(directory, load_module_only=True)
+    for name, x in other.module_state_dict().items():
+        np.testing.assert_array_equal(x, np.asarray(two[0][name])[tuple(map(slice, x.shape))])
+
+
 def test_frozen_parameters_are_left_out(tmp_path):
     config, trainable = tiny.config(stage=2), lambda path, x: path != "up"
     engine = tiny.start(config, devices=2, trainable=trainable)

@@ -174,7 +174,7 @@ def test_auto_is_filled_in():
         tiny.start(config, micro_batch_size=2)
     engine = tiny.start(config, micro_batch_size=2, gradient_accumulation_steps=3, learning_rate=0.25)
     assert (engine.train_batch_size(), engine.get_lr()) == (48, [0.25])
-    with pytest.raises(TypeError, match="learnin_rate"):
+    with pytest.raises(zerojax.UserError, match="no argument 'learnin_rate'; nearest accepted: learning_rate"):
         tiny.start(config, learnin_rate=0.25)
 
 

@@ -70,3 +70,11 @@ def test_keeps_one_copy_of_the_logits_where_optax_keeps_more():
     assert kept(ours) < 1.01 * logits.nbytes
     assert kept(plain) >= 2 * logits.nbytes
     assert temporaries(ours) <= temporaries(plain)
+
+
+@pytest.mark.parametrize("target", [-1, 3, -100])
+def test_a_target_out_of_range_is_no_other_class(target):
+    logits, targets = jnp.array([[1.0, 2.0, 5.0], [0.0, 3.0, 1.0]]), jnp.array([target, 1])
+    assert np.isnan(cross_entropy(logits, targets).total)
+    weighted = cross_entropy(logits, targets, jnp.array([0.0, 1.0]))
+    np.testing.assert_allclose(weighted.total, cross_entropy(logits[1:], targets[1:]).total, rtol=1e-6)

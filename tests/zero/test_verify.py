@@ -75,6 +75,7 @@ def test_nothing_differs_where_the_loss_is_that_of_the_batch(loss, stage):
         (standardised(lambda x: x), "takes a statistic over the batch"),
         (masked_mean, "zerojax.Weighted(total, weight)"),
         (noisy, "draws random numbers"),
+        (lambda model, batch, rng: autoencode(model, batch, rng) * len(batch), "the loss is a sum over its rows"),
     ],
 )
 def test_a_loss_that_forgets_the_other_devices_is_found(loss, cause):
@@ -116,6 +117,30 @@ def test_batch_norm_is_over_the_global_micro_batch_unless_asked_otherwise():
     found = nnx_case(norm, Zero(batch_statistics="per_device", **settings))
     assert "batch_statistics is 'per_device'" in found.cause
     assert {"norm/mean", "norm/var"} & {d.name for d in found.differences if d.what == "variable"}
+
+
+class Biased(nn.Module):
+    """A bias in front of a BatchNorm has a gradient of zero, of whose rounding Adam makes whole steps."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH)(jnp.tanh(nn.BatchNorm(use_running_average=False)(nn.Dense(37)(x))))
+
+
+def test_steps_of_rounding_are_no_difference():
+    def loss(variables, x, rng):
+        y, updates = Biased().apply(variables, x, mutable=["batch_stats"])
+        return jnp.mean(jnp.square(y - x)), updates
+
+    make = lambda key: Biased().init(key, BATCH)
+    found = Zero(stage=3, min_shard_size=8).verify(make, optax.adamw(1e-2), loss, BATCH)
+    assert found.ok, str(found)
+
+
+def test_a_loss_that_is_no_number_is_told():
+    loss = lambda model, batch, rng: jnp.log(-jnp.abs(batch @ model["w"])).mean()
+    found = Zero(stage=3, min_shard_size=8).verify(make_model, optax.sgd(0.1), loss, BATCH)
+    assert not found.ok and "not finite on one device already" in found.cause
 
 
 def test_a_statistic_of_a_device_is_found_in_the_variable():

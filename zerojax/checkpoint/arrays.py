@@ -44,7 +44,7 @@ def merge(directory: Path) -> None:
 
 
 def read(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays of a directory, each read into the shards of its target's sharding.
+    """Arrays of a directory, those that have a target, each read into the shards of its target's sharding.
 
     A target may be longer or shorter than the stored array along a dimension: it is filled up with zeros or cut.
     Only the chunks that this process's shards overlap are read.
@@ -56,7 +56,8 @@ def read(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
         key: ocp.ArrayRestoreArgs(sharding=target.sharding, global_shape=target.shape, strict=False)
         for key, target in targets.items()
     }
-    return _handler().restore(epath.Path(directory), args=ocp.args.PyTreeRestore(restore_args=restore_args))
+    wanted = ocp.args.PyTreeRestore(item=dict(targets), restore_args=restore_args, partial_restore=True)
+    return _handler().restore(epath.Path(directory), args=wanted)
 
 
 @functools.cache

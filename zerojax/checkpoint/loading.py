@@ -1,5 +1,7 @@
 """Reading one checkpoint: checked, then straight into the shards of the state it is wanted for."""
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from zerojax.checkpoint.names import named_leaves
 from zerojax.checkpoint.processes import agreed
 
 
-def load(directory: Path, abstract: Any, logical: Any) -> tuple[Any, dict[str, Any]]:
+def load(directory: Path, abstract: Any, logical: Any, leave_out: Sequence[str] = ()) -> tuple[Any, dict[str, Any]]:
     """Reads the checkpoint `directory` into the form of `abstract`; every process calls it.
 
     Every file is compared with its checksum before an array is read; the processes share that work.
@@ -24,6 +26,7 @@ def load(directory: Path, abstract: Any, logical: Any) -> tuple[Any, dict[str, A
       directory: a checkpoint.
       abstract: a pytree of `jax.ShapeDtypeStruct` with shardings.
       logical: a tree of the same names with each leaf's logical shape and dtype. Beyond it, a leaf is zeros.
+      leave_out: names at the top of the tree whose leaves in the checkpoint are not looked at.
 
     Returns:
       The tree with arrays for leaves, and the checkpoint's `extra`.
@@ -34,10 +37,12 @@ def load(directory: Path, abstract: Any, logical: Any) -> tuple[Any, dict[str, A
     """
     what = f"checkpoint {directory}"
     manifest = agreed(what, lambda: read_manifest(directory))
+    leaves = {name: leaf for name, leaf in manifest.leaves.items() if name.partition("/")[0] not in leave_out}
+    manifest = dataclasses.replace(manifest, leaves=leaves)
     check_same_model(directory, manifest.leaves, leaf_records(logical))
     agreed(what, lambda: verify_files(directory, manifest.files, jax.process_index(), jax.process_count()))
-    leaves = agreed(what, lambda: _read(directory, manifest, named_leaves(abstract)))
-    tree = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    arrays_read = agreed(what, lambda: _read(directory, manifest, named_leaves(abstract)))
+    tree = jax.tree.unflatten(jax.tree.structure(abstract), arrays_read)
     return tree, dict(manifest.extra)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def save(
     target = Path(path).absolute()
     if not from_primary(lambda: _is_free(target)):
         raise UserError(f"checkpoint {path} exists already; accepted: a path where nothing is")
-    saved, logical = (state, state.layout.logical) if frozen else without_frozen(state)
+    saved, logical = (state, state.layout.logical) if frozen else without(state, ["frozen"])
     start_save(target, saved, logical, extra or {}).wait()
 
 
@@ -62,25 +62,33 @@ def restore(path: str | os.PathLike[str], zero: Any, make_model: Any, optimizer:
       UserError: if `path` is no checkpoint, or one of another model or optimizer (what differs is listed).
       CheckpointError: if it is damaged.
     """
-    abstract = zero.abstract_state(make_model, optimizer)
+    return restore_into(path, zero.abstract_state(make_model, optimizer), frozen=frozen)
+
+
+def restore_into(
+    path: str | os.PathLike[str], abstract: Any, *, frozen: Any = None, leave_out: Sequence[str] = ()
+) -> Any:
+    """As `restore`, into the form of an abstract state; fields that are left out are `None` where they have arrays.
+
+    Of these fields the checkpoint may have anything, such as the state of another optimizer.
+    """
     directory = _existing(path)
-    if not jax.tree.leaves(abstract.frozen) or any(
-        name.startswith("frozen/") for name in manifest.leaf_names(directory)
-    ):
-        return load(directory, abstract, abstract.layout.logical)[0]
+    saved_frozen = any(name.startswith("frozen/") for name in manifest.leaf_names(directory))
+    if not jax.tree.leaves(abstract.frozen) or saved_frozen:
+        return load(directory, *without(abstract, leave_out), leave_out)[0]
     if frozen is None:
         raise UserError(
             f"checkpoint {path} was saved without its frozen parameters; accepted: restore(..., frozen=state.frozen) "
             "with those of a state that has them"
         )
-    restored = load(directory, *without_frozen(abstract))[0]
+    restored = load(directory, *without(abstract, ["frozen", *leave_out]), leave_out)[0]
     return dataclasses.replace(restored, frozen=jax.device_put(frozen, abstract.layout.shardings.frozen))
 
 
-def without_frozen(state: Any) -> tuple[Any, dict[str, Any]]:
-    """A state, and its logical leaves, without the parameters that are not trained."""
-    holes = jax.tree.map(lambda x: None, state.frozen)
-    return dataclasses.replace(state, frozen=holes), state.layout.logical | {"frozen": holes}
+def without(state: Any, fields: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """A state, and its logical leaves, with `None` for the leaves of some fields."""
+    holes = {field: jax.tree.map(lambda x: None, getattr(state, field)) for field in fields}
+    return dataclasses.replace(state, **holes), state.layout.logical | holes
 
 
 def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -93,8 +93,10 @@ class Engine:
 
     # The loop.
 
-    def __call__(self, batch: Any) -> Any:
-        return self.forward(batch)
+    def __call__(self, *batch: Any) -> Any:
+        if len(batch) != 1:
+            raise UserError(f"engine was called with {len(batch)} arguments; accepted: one batch, a tuple of its parts")
+        return self.forward(*batch)
 
     def forward(self, batch: Any) -> Any:
         """The loss of one micro-batch: in training a `PendingLoss`, in evaluation a scalar on the device.
@@ -379,7 +381,9 @@ class Engine:
         self,
         load_dir: str,
         tag: str | None = None,
+        load_module_strict: bool = True,
         load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Takes up a checkpoint of any stage, mesh, precision and number of processes; every process calls it.
@@ -389,8 +393,10 @@ class Engine:
         Args:
           load_dir: as `save_dir`.
           tag: the one named in `load_dir`/latest by default.
+          load_module_strict: True; names always have to match.
           load_optimizer_states: whether the optimizer's state, the schedule's position and the loss scale are taken
-            too.
+            too; without, the checkpoint may be of another optimizer.
+          load_lr_scheduler_states: as `load_optimizer_states`, whose part the schedule's position is.
           load_module_only: whether nothing but parameters and variables is taken.
 
         Returns:
@@ -400,11 +406,21 @@ class Engine:
           UserError: if there is no such tag, or it is of another model.
           CheckpointError: if it is damaged.
         """
+        if not load_module_strict:
+            raise UserError("load_module_strict is False; accepted: True, the names of a checkpoint have to match")
+        if load_optimizer_states and not load_lr_scheduler_states and not load_module_only:
+            raise UserError(
+                "load_lr_scheduler_states is False beside load_optimizer_states True; accepted: both or neither, the "
+                "schedule's position is in the optimizer's state"
+            )
         path = tags.find_tag(load_dir, tag)
         if path is None:
             warnings.warn(f"{load_dir} has no file named latest: no checkpoint was loaded", stacklevel=2)
             return None, None
-        restored, extra = tags.load_tag(path, self.zero, self._make_model, self.optimizer, self.state.frozen)
+        with_optimizer = load_optimizer_states and not load_module_only
+        restored, extra = tags.load_tag(
+            path, self.zero, self._make_model, self.optimizer, self.state.frozen, with_optimizer
+        )
         kept_fields: tuple[str, ...] = ()
         if load_module_only:
             kept_fields = "opt_state", "step", "loss_scale", "rng"

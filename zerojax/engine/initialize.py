@@ -1,5 +1,6 @@
 """`zerojax.initialize`: an engine from a model and a DeepSpeed configuration."""
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,9 +15,11 @@ from zerojax.engine.loader import EpochLoader
 from zerojax.engine.models import model_s_own_loss, source_of
 from zerojax.engine.optimizers import optimizer_of
 from zerojax.engine.schedule import Scheduler
-from zerojax.errors import UserError
+from zerojax.errors import UserError, nearest
 from zerojax.mesh import SHARD_AXIS, as_zero_mesh, data_parallel_size
 from zerojax.zero import Zero
+
+OWN = {"model", "config", "loss_fn", "optimizer", "lr_scheduler", "training_data", "collate_fn", "mesh", "trainable"}
 
 
 def initialize(
@@ -70,6 +73,10 @@ def initialize(
     >>> engine.global_steps, engine.was_step_applied()
     (1, True)
     """
+    accepted = set(inspect.signature(deepspeed.resolve).parameters) - {"config", "world_size"}
+    for name in auto:
+        if name not in accepted:
+            raise UserError(f"initialize has no argument {name!r}{nearest(name, sorted(accepted | OWN))}")
     world_size = data_parallel_size(as_zero_mesh(mesh))
     resolved = deepspeed.resolve(config, world_size=world_size, **auto)
     loader = None

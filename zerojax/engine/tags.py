@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zerojax.checkpoint import CheckpointError, load_extra, restore, save
+from zerojax.checkpoint import CheckpointError, load_extra, save
 from zerojax.checkpoint.errors import first_line
 from zerojax.checkpoint.processes import agreed, from_primary, is_primary
+from zerojax.checkpoint.single import restore_into
 from zerojax.errors import RunError, UserError, shown
 from zerojax.monitor.files import replace_text
 from zerojax.zero import State
@@ -53,8 +54,12 @@ def find_tag(load_dir: str, tag: Any) -> Path | None:
     return directory / found
 
 
-def load_tag(path: Path, zero: Any, make_model: Any, optimizer: Any, frozen: Any) -> tuple[State, dict[str, Any]]:
+def load_tag(
+    path: Path, zero: Any, make_model: Any, optimizer: Any, frozen: Any, with_optimizer: bool
+) -> tuple[State, dict[str, Any]]:
     """The state and the extra saved at `path`; parameters that it leaves out are those of `frozen`.
+
+    Where it is not wanted, the state of its optimizer, which may be another, is left out.
 
     Raises:
       UserError: if it is no checkpoint of an engine, or of another model.
@@ -63,7 +68,8 @@ def load_tag(path: Path, zero: Any, make_model: Any, optimizer: Any, frozen: Any
     extra = load_extra(path)
     if "engine" not in extra:
         raise UserError(f"checkpoint {path} was not saved by an engine; accepted: one of engine.save_checkpoint")
-    return restore(path, zero, make_model, optimizer, frozen=frozen), extra
+    abstract = zero.abstract_state(make_model, optimizer)
+    return restore_into(path, abstract, frozen=frozen, leave_out=() if with_optimizer else ("opt_state",)), extra
 
 
 def directory_of(name: str, value: Any) -> Path:

@@ -11,7 +11,8 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array | No
 
     Computed in fp32 whatever the logits' dtype. What waits for the backward pass is the logits themselves and one
     fp32 log-normaliser a token; the logits' gradient ``weight * (softmax(logits) - one_hot(target))`` is made in the
-    logits' dtype.
+    logits' dtype. A target outside of [0, vocab) makes the loss NaN unless its weight is 0: inside a compiled step
+    nothing can be raised, and an index that wraps around would be trained as another class.
 
     Args:
         logits: (..., vocab), any float dtype.
@@ -24,7 +25,9 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array | No
     """
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     weights = jax.lax.stop_gradient(weights)
-    return Weighted((weights * _negative_log_likelihood(logits, targets)).sum(), weights.sum())
+    valid = (targets >= 0) & (targets < logits.shape[-1])
+    total = (weights * _negative_log_likelihood(logits, jnp.where(valid, targets, 0))).sum()
+    return Weighted(jnp.where((valid | (weights == 0)).all(), total, jnp.nan), weights.sum())
 
 
 @jax.custom_vjp

@@ -11,7 +11,7 @@ from flax import nnx
 from zerojax.errors import UserError
 from zerojax.weights.files import DTYPES, TensorFiles
 from zerojax.weights.formats import Format, format_of
-from zerojax.weights.pieces import Piece, complete_names, listed, matches, pieces_of
+from zerojax.weights.pieces import Piece, complete_names, matches, pieces_of
 from zerojax.weights.targets import Parameter, Target, replaced, target_of
 
 T = TypeVar("T")
@@ -78,6 +78,9 @@ def _check(
 ) -> dict[str, list[Piece]]:
     """The pieces to load; none for a parameter that stays as it is."""
     pieces = pieces_of(target.shapes, form.rules)
+    idle = [pattern for pattern in fresh if not any(matches(name, [pattern]) for name in pieces)]
+    if idle:
+        raise UserError(f"fresh={idle[0]!r} matches no parameter of the model, such as {next(iter(pieces))}")
     missing: list[str] = []
     misshapen: list[str] = []
     used: set[str] = set()
@@ -101,9 +104,14 @@ def _check(
             extra.append(names[name])
         elif not np.array_equal(files.read(names[name]), files.read(names[original])):
             differing.append(f"{names[name]}, which the model ties to {names[original]}")
-    faults = {"missing": missing, "not of the model": extra, "of another shape": misshapen, "differs": differing}
+    faults = {
+        "missing": missing,
+        "not of the model": extra,
+        "of another shape or dtype": misshapen,
+        "differs": differing,
+    }
     if any(faults.values()):
-        told = "; ".join(f"{fault}: {listed(sorted(found))}" for fault, found in faults.items() if found)
+        told = "; ".join(f"{fault}: {', '.join(sorted(found))}" for fault, found in faults.items() if found)
         raise UserError(f"weights {files.path} do not match the model as kind {kind!r}, nothing is loaded: {told}")
     return pieces
 

@@ -2,13 +2,11 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from zerojax.weights.formats import LAYER, Format, Rule
 from zerojax.weights.transforms import Shape, Transform
-
-LISTED = 6  # a file of another model differs in every tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +68,3 @@ def complete_names(names: Iterable[str], form: Format) -> dict[str, str]:
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether ``name`` matches one of the patterns, in which ``*`` stands for any text."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names for an error's line, and how many more there are.
-
-    >>> listed(["a", "b"]), listed(list("abcdefgh"))
-    ('a, b', 'a, b, c, d, e, f and 2 more')
-    """
-    more = len(names) - LISTED
-    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -25,7 +25,7 @@ from zerojax.weights.files import (
     plan_shards,
 )
 from zerojax.weights.formats import format_of
-from zerojax.weights.pieces import Piece, listed, pieces_of
+from zerojax.weights.pieces import Piece, pieces_of
 from zerojax.weights.targets import Parameter, target_of
 
 TEMPORARY = ".tmp"
@@ -59,7 +59,7 @@ def save_weights(
     pieces = pieces_of(target.shapes, form.rules)
     homeless = [name for name, made_of in pieces.items() if not made_of]
     if homeless:
-        raise UserError(f"kind={kind!r} has no place for the model's {listed(homeless)}; nothing is written")
+        raise UserError(f"kind={kind!r} has no place for the model's {', '.join(homeless)}; nothing is written")
     dtypes = {name: _dtype(dtype, parameter.array.dtype) for name, parameter in target.parameters.items()}
     specs = {
         form.written(name): Spec(shape, dtype_name(dtypes[piece.parameter]))

@@ -20,7 +20,7 @@ def chosen(setting: Literal["trainable", "per_example"], choice: Any, adapter: A
     matches = getattr(adapter, "matches", None)
     if matches is not None and not _is_function(choice):
         return matches(choice, setting == "trainable")
-    if not callable(choice):
+    if not _is_function(choice):
         raise UserError(
             f"{setting} is {shown(choice)}; accepted: a function of a leaf's path and the leaf"
             + (", or an NNX filter" if matches is not None else "; NNX filters are for NNX models")
