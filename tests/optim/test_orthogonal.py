@@ -12,8 +12,8 @@ from flax import nnx
 from tests.optim import trees
 from zerojax import Zero, optim
 from zerojax.models import gpt
-from zerojax.optim.leaves import path_name
 from zerojax.optim.orthogonal import orthogonalize
+from zerojax.paths import path_name
 
 FLOAT32 = dict(ns_dtype=jnp.float32)
 

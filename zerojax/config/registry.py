@@ -29,6 +29,7 @@ SCHEDULES = (
 ).split()
 
 DEEPSPEED_OPTIMIZERS = "adam adamw lamb lion adagrad sgd muon by_name grouped".split()
+ROUNDINGS = "stochastic_rounding kahan narrow_state".split()
 DEEPSPEED_SCHEDULES = "warmup_lr warmup_decay_lr warmup_cosine_lr one_cycle one_cycle_momentum lr_range_test".split()
 
 
@@ -59,7 +60,10 @@ def constructors() -> dict[str, Callable[..., Any]]:
         "zerojax.data.make_tokenizer": data.make_tokenizer,
         "zerojax.data.loader": data.loader,
         "zerojax.data.evaluation_batches": data.evaluation_batches,
-        **{f"zerojax.optim.{name}": getattr(optim, name) for name in (*DEEPSPEED_OPTIMIZERS, *DEEPSPEED_SCHEDULES)},
+        **{
+            f"zerojax.optim.{name}": getattr(optim, name)
+            for name in (*DEEPSPEED_OPTIMIZERS, *ROUNDINGS, *DEEPSPEED_SCHEDULES)
+        },
         "optax.chain": chain,
         **{f"optax.{name}": getattr(optax, name) for name in (*OPTIMIZERS, *TRANSFORMATIONS, *SCHEDULES)},
         **{f"optax.{name}": getattr(contrib, name) for name in CONTRIB_OPTIMIZERS},

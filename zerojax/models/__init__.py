@@ -1,6 +1,8 @@
 """Reference models that a config can name. They know nothing of ZeRO."""
 
 from zerojax.models.bert import BERT as BERT
+from zerojax.models.chunked import chunked_cross_entropy as chunked_cross_entropy
+from zerojax.models.chunked import tiled as tiled
 from zerojax.models.classification import check_labels as check_labels
 from zerojax.models.classification import image_classification_loss as image_classification_loss
 from zerojax.models.gpt import GPT as GPT

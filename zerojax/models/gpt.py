@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zerojax.errors import UserError
+from zerojax.models.chunked import chunked_cross_entropy
 from zerojax.models.layers import LayerNorm, RMSNorm, rotary_angles
 from zerojax.models.losses import cross_entropy
 from zerojax.models.transformer import (
@@ -136,10 +137,15 @@ class GPT(nnx.Module):
 
         ``rng`` is the key of the dropout masks; without it, and in evaluation mode, nothing is dropped.
         """
+        hidden, head = self.hidden(tokens, rng)
+        return hidden @ head
+
+    def hidden(self, tokens: jax.Array, rng: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """The states below the head (batch, length, dim), and the head (dim, vocab_size); arguments as of the call."""
         length = tokens.shape[-1]
         if length > self.max_length:
             raise UserError(f"a sequence of {length} tokens: the model's max_length is {self.max_length}")
-        embedding = self.embedding[...]  # also the tied head's: read once, so that it is gathered and reduced once
+        embedding = self.embedding[...]  # also the tied head: read once, so that it is gathered and reduced once
         h = embedding[tokens]
         if self.positions is not None:
             h = h + self.positions[...][:length]
@@ -149,11 +155,12 @@ class GPT(nnx.Module):
             h, keys = drop(h, self.dropout, first), jax.random.split(rng, self.layers)
         angles = None if self.rope is None else rotary_angles(length, *self.rope)
         h = apply_blocks(self.blocks, lambda block, h, key: block(h, key, angles), h, keys, remat=self.remat)
-        h = self.final_norm(h)
-        return h @ embedding.T if self.head is None else self.head(h)
+        return self.final_norm(h), embedding.T if self.head is None else self.head.kernel[...]
 
 
-def next_token_loss(model: GPT, batch: Mapping[str, jax.Array], rng: jax.Array | None = None) -> Weighted:
+def next_token_loss(
+    model: GPT, batch: Mapping[str, jax.Array], rng: jax.Array | None = None, chunks: int | None = None
+) -> Weighted:
     """Cross-entropy in nats of every token but the first, given those before it.
 
     Args:
@@ -161,6 +168,8 @@ def next_token_loss(model: GPT, batch: Mapping[str, jax.Array], rng: jax.Array |
         batch: ``tokens`` (batch, length + 1) of any integer dtype and, optionally, ``weights`` (batch, length), one
             for each predicted token.
         rng: the key of the dropout masks; None for none.
+        chunks: the number of parts that the logits are computed in, one after another, as by `chunked_cross_entropy`;
+            None for all at once, which in fp32 are 4 bytes x tokens x vocab_size.
 
     >>> model = GPT(vocab_size=64, dim=16, layers=2, heads=2, max_length=8, rngs=nnx.Rngs(0))
     >>> loss = next_token_loss(model, {"tokens": jnp.zeros((3, 9), jnp.uint8)})
@@ -168,4 +177,7 @@ def next_token_loss(model: GPT, batch: Mapping[str, jax.Array], rng: jax.Array |
     24.0
     """
     tokens = batch["tokens"].astype(jnp.int32)
-    return cross_entropy(model(tokens[:, :-1], rng), tokens[:, 1:], batch.get("weights"))
+    inputs, targets, weights = tokens[:, :-1], tokens[:, 1:], batch.get("weights")
+    if chunks is None:
+        return cross_entropy(model(inputs, rng), targets, weights)
+    return chunked_cross_entropy(*model.hidden(inputs, rng), targets, weights, chunks=chunks)

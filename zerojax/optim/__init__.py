@@ -12,6 +12,9 @@ from zerojax.optim.names import learning_rates as learning_rates
 from zerojax.optim.names import momentum_by_name as momentum_by_name
 from zerojax.optim.names import schedule_by_name as schedule_by_name
 from zerojax.optim.orthogonal import muon as muon
+from zerojax.optim.rounding import kahan as kahan
+from zerojax.optim.rounding import narrow_state as narrow_state
+from zerojax.optim.rounding import stochastic_rounding as stochastic_rounding
 from zerojax.optim.schedules import CYCLE_B2 as CYCLE_B2
 from zerojax.optim.schedules import lr_range_test as lr_range_test
 from zerojax.optim.schedules import one_cycle as one_cycle

@@ -60,14 +60,6 @@ def floating(name: str, value: Any) -> None:
         raise UserError(f"{name} is {shown(value)}; accepted: a floating dtype such as 'float32'")
 
 
-def patterns(name: str, value: Any) -> Sequence[str]:
-    """A pattern or a list of patterns, as a list."""
-    values = [value] if isinstance(value, str) else value
-    if not isinstance(values, Sequence) or not all(isinstance(pattern, str) for pattern in values):
-        raise UserError(f"{name} is {shown(value)}; accepted: a pattern such as '*bias', or a list of patterns")
-    return values
-
-
 def betas(value: Any) -> tuple[float | Callable[..., Any], float]:
     """The pair (b1, b2), each in [0, 1); b1 may be a schedule."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:

@@ -1,6 +1,5 @@
 """Groups of parameters with settings of their own."""
 
-import fnmatch
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,10 +8,8 @@ import jax
 import optax
 
 from zerojax.errors import UserError, shown
-from zerojax.optim import checks
-from zerojax.optim.leaves import on_floating_leaves, path_name
-
-PATHS_SHOWN = 5
+from zerojax.optim.leaves import on_floating_leaves
+from zerojax.paths import as_patterns, matches, path_name, require_matches
 
 
 def grouped(
@@ -51,7 +48,7 @@ def grouped(
     default = {} if default is None else default
     if not isinstance(default, Mapping):
         raise UserError(f"default is {shown(default)}; accepted: a mapping of settings")
-    patterns = [checks.patterns(f"groups[{i}]['params']", group["params"]) for i, group in enumerate(_checked(groups))]
+    patterns = [as_patterns(f"groups[{i}]['params']", group["params"]) for i, group in enumerate(_checked(groups))]
     transforms = {
         f"group_{i}": _make(f"groups[{i}]", optimizer, {**default, **{k: v for k, v in group.items() if k != "params"}})
         for i, group in enumerate(groups)
@@ -60,22 +57,10 @@ def grouped(
     return on_floating_leaves(optax.multi_transform(transforms, lambda params: _labels(patterns, params)))
 
 
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the patterns is that of the path ``name``.
-
-    >>> matches("blocks/mlp/up/bias", ["*bias"]), matches("blocks/mlp/up/bias", ["bias", "blocks/*/kernel"])
-    (True, False)
-    """
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def _labels(patterns: Sequence[Sequence[str]], params: Any) -> Any:
     names = [path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
     for i, group in enumerate(patterns):
-        for pattern in group:
-            if not any(matches(name, [pattern]) for name in names):
-                some = ", ".join(map(repr, names[:PATHS_SHOWN])) + (", ..." if len(names) > PATHS_SHOWN else "")
-                raise UserError(f"groups[{i}]: params {pattern!r} matches no parameter; there are {some}")
+        require_matches(f"groups[{i}]: params", group, names)
 
     def label(path: Any, _: Any) -> str:
         name = path_name(path)

@@ -47,11 +47,6 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
     return on_floating_leaves(optax.GradientTransformationExtraArgs(init, update))
 
 
-def path_name(path: Any) -> str:
-    """A leaf's path joined by "/", such as "blocks/attention/qkv/kernel"."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
 def _where_floating(leaves: Any, tree: Any) -> Any:
     return jax.tree.map(lambda x, y: y if _is_floating(x) else None, leaves, tree)
 

@@ -10,9 +10,8 @@ import optax
 from zerojax.optim import checks
 from zerojax.optim.adaptive import adamw
 from zerojax.optim.chains import descent, weight_decayed
-from zerojax.optim.groups import matches
-from zerojax.optim.leaves import path_name
 from zerojax.optim.moments import Coefficient, moment
+from zerojax.paths import as_patterns, matches, path_name
 
 # DeepSpeed names "embed" and "lm_head". The other names are those of tables and heads here, and of vectors, stacks of
 # which have two dims.
@@ -76,7 +75,7 @@ def muon(
     checks.choice("ns_method", ns_method, tuple(NEWTON_SCHULZ))
     if ns_dtype is not None:
         checks.floating("ns_dtype", ns_dtype)
-    of_adam = checks.patterns("adam_params", adam_params)
+    of_adam = as_patterns("adam_params", adam_params)
     matrices = descent(learning_rate, scale_by_muon(momentum, ns_method, ns_dtype), weight_decayed(weight_decay))
     rest = adamw(learning_rate if adam_lr is None else adam_lr, betas, eps, weight_decay)
 
