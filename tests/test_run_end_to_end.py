@@ -168,6 +168,25 @@ def test_a_file_for_a_run_directory(config, capsys):
     )
 
 
+@pytest.mark.slow
+def test_overflows_at_the_smallest_loss_scale_are_a_failed_run(tmp_path, capsys):
+    scaled = """
+Zero.precision = @Precision()
+Precision.compute = "float16"
+Precision.loss_scale = @LossScale()
+LossScale.initial_power = 101
+LossScale.minimum = 1e30  # which no gradient in float16 survives
+LossScale.hysteresis = 1
+"""
+    assert runs.run(runs.write_config(tmp_path, scaled), tmp_path / "run") == 1
+    errors = [line for line in capsys.readouterr().err.splitlines() if line]
+    print(errors)
+    assert [line for line in errors if line.startswith("zerojax: error: ")] == errors
+    (line,) = errors
+    assert "step 3 overflowed at the smallest loss scale, 1e+30: gradients are not finite; lower" in line
+    assert runs.table(tmp_path / "run" / "train.csv")["skipped"] == [1, 2, 3]
+
+
 def test_every_checkpoint_damaged_is_a_failed_run(config, uninterrupted, tmp_path, capsys, caplog):
     shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
     for manifest in tmp_path.glob("checkpoints/*/manifest.json"):

@@ -14,12 +14,13 @@ from flax import nnx
 
 from tests import runs
 from tests.monitor.test_files import largest_file
-from zerojax import UserError, Weighted, Zero, trainer
+from zerojax import LossScale, Precision, UserError, Weighted, Zero, trainer
 from zerojax.checkpoint import CheckpointError, Checkpoints
 from zerojax.data import text_dataset
 from zerojax.errors import RunError
 from zerojax.monitor.progress import Progress
 from zerojax.trainer import train
+from zerojax.zero.loss_scale import initial_state
 
 VOCAB, LENGTH, STEPS, DROPOUT = 256, 16, 12, 0.2
 
@@ -175,6 +176,18 @@ def test_without_validation(text, tmp_path, capsys):
     assert "validation" not in capsys.readouterr().out
 
 
+def test_a_run_that_overflows_at_the_smallest_loss_scale_ends(text, tmp_path):
+    scaled = Precision(compute="float16", loss_scale=LossScale(initial_power=3, minimum=2.0, hysteresis=2))
+    infinite = lambda model, batch, rng: loss_fn(model, batch, rng).total * jnp.inf
+    zero = Zero(stage=3, min_shard_size=64, precision=scaled)
+    with pytest.raises(RunError, match="step 4 overflowed at the smallest loss scale, 2: gradients are not finite"):
+        run(text, tmp_path, loss_fn=infinite, zero=zero, validation=None)
+    table = runs.table(tmp_path / "train.csv")
+    # The first overflow is waited for, the second and third halve 8 to 2, the fourth ends the run.
+    assert (table["loss_scale"], table["skipped"]) == ([8, 8, 4, 2], [1, 2, 3, 4])
+    assert Checkpoints(tmp_path / "checkpoints").steps() == []
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -275,10 +288,10 @@ def test_the_host_reads_a_step_once_the_next_has_begun():
             self.steps.append(step)
 
     logs = Recorder()
-    reader = trainer._Metrics(logs, Progress(3, 0, quiet=True), tokens=1)
+    reader = trainer._Metrics(logs, Progress(3, 0, quiet=True), 1, None, initial_state())
     seen = []
     for step in (1, 2, 3):
-        reader.add(step, {"loss": jnp.zeros(()), "step": jnp.int32(step)})
+        reader.add(step, {"loss": jnp.zeros(()), "step": jnp.int32(step)}, initial_state())
         seen.append(list(logs.steps))
     assert seen == [[], [1], [1, 2]]
     reader.drain()

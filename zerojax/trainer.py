@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
@@ -18,7 +19,9 @@ from zerojax.mesh import as_zero_mesh, data_parallel_size
 from zerojax.monitor import RunLogs
 from zerojax.monitor.files import replace_text
 from zerojax.monitor.progress import Progress
+from zerojax.precision import LossScale
 from zerojax.zero import EvalStep, State, Zero
+from zerojax.zero.loss_scale import ScalerState, check_not_exhausted
 
 STEPS_IN_FLIGHT = 2  # the host prepares a step while the devices compute the one before, and runs no further ahead
 
@@ -81,7 +84,8 @@ def train(
 
     Raises:
       UserError: if an argument is out of its range, or `run_dir` is another model's.
-      RunError: if every checkpoint in `run_dir` is damaged, or a file cannot be written.
+      RunError: if every checkpoint in `run_dir` is damaged, a file cannot be written, or gradients overflow at the
+        smallest loss scale.
     """
     zero = zero or Zero()
     counts = {"steps": steps, "validate_every": validate_every, "save_every": save_every, "keep": keep}
@@ -112,10 +116,11 @@ def train(
             if chief and config_text is not None:
                 replace_text(directory / "config.gin", config_text)
             progress.say(_opening(zero, state, steps))
-            reader = _Metrics(logs, progress, tokens=batch_size * dataset.length)
+            scaling = zero.policy.loss_scale
+            reader = _Metrics(logs, progress, batch_size * dataset.length, scaling, state.loss_scale)
             for step in range(start + 1, steps + 1):
                 state, metrics = step_fn(state, next(batches))
-                reader.add(step, metrics)
+                reader.add(step, metrics, state.loss_scale)
                 if step % validate_every == 0 or step == steps:
                     reader.drain()
                     figures = validate(state)
@@ -164,9 +169,7 @@ def _run_directory(run_dir: str) -> Path:
     return directory
 
 
-def _start(
-    zero: Zero, make_model: Any, optimizer: Any, seed: int, checkpoints: Checkpoints, batches: Any
-) -> State:
+def _start(zero: Zero, make_model: Any, optimizer: Any, seed: int, checkpoints: Checkpoints, batches: Any) -> State:
     """The last checkpoint's state, with the data at its position, or a new one."""
     restored = checkpoints.restore_latest(zero.abstract_state(make_model, optimizer))
     if restored is None:
@@ -199,17 +202,21 @@ def _validation(
 class _Metrics:
     """Brings metrics from the devices to the logs, a step behind, so that the host never waits for the newest."""
 
-    def __init__(self, logs: RunLogs | None, progress: Progress, tokens: int):
+    def __init__(
+        self, logs: RunLogs | None, progress: Progress, tokens: int, scaling: LossScale | None, scaler: ScalerState
+    ):
         self._logs, self._progress, self._tokens = logs, progress, tokens
-        self._waiting: list[tuple[int, dict[str, jax.Array]]] = []
+        self._scaling, self._scaler = scaling, jax.device_get(scaler)
+        self._waiting: list[tuple[int, dict[str, jax.Array], ScalerState | None]] = []
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Leaves out of the speed what was not training."""
         self._clock = time.perf_counter()
 
-    def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        self._waiting.append((step, metrics))
+    def add(self, step: int, metrics: dict[str, jax.Array], scaler: ScalerState) -> None:
+        # The next step takes the state's memory, with it the scaler's.
+        self._waiting.append((step, metrics, None if self._scaling is None else _copied(scaler)))
         if len(self._waiting) >= STEPS_IN_FLIGHT:
             self._read()
 
@@ -219,7 +226,8 @@ class _Metrics:
             self._read()
 
     def _read(self) -> None:
-        step, metrics = self._waiting.pop(0)
+        """Raises: RunError: if the step overflowed at the smallest loss scale."""
+        step, metrics, scaler = self._waiting.pop(0)
         values = {name: float(x) for name, x in jax.device_get(metrics).items() if name != "step"}
         now = time.perf_counter()
         speed = self._tokens / (now - self._clock)
@@ -227,6 +235,14 @@ class _Metrics:
         if self._logs:
             self._logs.write("train", step, {**values, "tokens_per_second": round(speed, 1)})
         self._progress.update(step, values, speed)
+        if scaler is not None:
+            before, self._scaler = self._scaler, jax.device_get(scaler)
+            check_not_exhausted(self._scaling, before, self._scaler)
+
+
+@jax.jit
+def _copied(scaler: ScalerState) -> ScalerState:
+    return jax.tree.map(jnp.copy, scaler)
 
 
 def _opening(zero: Zero, state: State, steps: int) -> str:

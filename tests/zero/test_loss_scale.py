@@ -1,6 +1,7 @@
 """Dynamic loss scaling, sequence by sequence as DeepSpeed's ZeRO scaler, and what a skipped step leaves."""
 
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 
 import zerojax
 from zerojax import LossScale, Precision, UserError, Zero
-from zerojax.zero.loss_scale import after_step, initial_state, scale_of
+from zerojax.errors import RunError
+from zerojax.zero.loss_scale import after_step, check_not_exhausted, initial_state, scale_of
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "loss_scaler.json").read_text())["cases"]
 PLANTED = np.float32(3e38)  # infinite in float16
@@ -27,7 +29,11 @@ def policy_of(settings):
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["pattern"])
+name_of = lambda case: case["pattern"]
+stepped = jax.jit(after_step, static_argnums=0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_a_sequence_of_overflows(case):
     policy = policy_of(case["settings"])
     state = initial_state()._replace(scale=jnp.float32(case["settings"]["init_scale"]))
@@ -37,6 +43,30 @@ def test_a_sequence_of_overflows(case):
     np.testing.assert_array_equal(history.scale, case["scale_after"])
     np.testing.assert_array_equal(history.hysteresis, case["hysteresis_after"])
     np.testing.assert_array_equal(history.skipped, np.cumsum(case["overflow"][:steps]))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case["settings"]["raise_error_at_min_scale"]], ids=name_of)
+def test_the_overflow_that_ends_a_run(case):
+    policy = policy_of(case["settings"])
+    states = [initial_state()._replace(scale=jnp.float32(case["settings"]["init_scale"]))]
+    calls = len(case["scale_after"]) + bool(case["raised"])
+    for overflow in case["overflow"][:calls]:
+        states.append(stepped(policy, states[-1], np.array(overflow, bool)))
+    ended = []
+    for call, (before, after) in enumerate(itertools.pairwise(jax.device_get(states))):
+        try:
+            check_not_exhausted(policy, before, after)
+        except RunError as error:
+            assert f"step {call + 1} overflowed at the smallest loss scale" in str(error)
+            ended.append(call)
+    assert ended == ([case["raised"]["at_call"]] if case["raised"] else [])
+
+
+def test_a_static_scale_ends_no_run():
+    state = initial_state()
+    after = after_step(LossScale(static=1.0), state, jnp.array(True))
+    check_not_exhausted(LossScale(static=1.0), state, after)
+    check_not_exhausted(None, state, after)
 
 
 def test_a_static_scale_stays_and_no_policy_is_one():

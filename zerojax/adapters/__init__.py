@@ -1,7 +1,7 @@
 """How a model of the user's kind is taken apart into parameters, and made again with parameters found at their use."""
 
 from zerojax.adapters.adapter import Adapter, Parts
-from zerojax.adapters.deferred import Deferred, block, is_deferred, mark_use, marked_shape, read
+from zerojax.adapters.deferred import Deferred, block, is_deferred, is_marked_in_norm, mark_use, marked_shape, read
 from zerojax.adapters.kinds import take_apart
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Parts",
     "block",
     "is_deferred",
+    "is_marked_in_norm",
     "mark_use",
     "marked_shape",
     "read",

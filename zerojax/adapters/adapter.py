@@ -12,10 +12,13 @@ class Parts(NamedTuple):
     Attributes:
       params: the arrays to train, as a tree.
       variables: the arrays that are carried but not trained, as a tree.
+      in_norms: for each parameter whether it is known to belong to a normalisation that returns `join`'s `compute`
+        whatever the parameter's dtype, in a tree of their structure.
     """
 
     params: Any
     variables: Any
+    in_norms: Any
 
 
 class Adapter(Protocol):
@@ -28,11 +31,22 @@ class Adapter(Protocol):
     """Whether every read of a parameter inside the model passes through `Deferred.read`; otherwise only entries into a
     `block` do, and a parameter that is used elsewhere has to be an array."""
 
+    finds_norms: bool
+    """Whether only a run of the model tells which parameters belong to normalisations (see `Use.in_norm`)."""
+
     def join(
-        self, params: Any, variables: Any, rng: jax.Array, *, training: bool, batch_axes: tuple[str, ...] = ()
+        self,
+        params: Any,
+        variables: Any,
+        rng: jax.Array,
+        *,
+        training: bool,
+        batch_axes: tuple[str, ...] = (),
+        compute: Any = None,
     ) -> Any:
         """The model for a loss. `rng` seeds the random streams it holds itself; training leaves the mode it was made
-        in. Over `batch_axes` of the mesh its normalisations by the batch take their statistics."""
+        in. Over `batch_axes` of the mesh its normalisations by the batch take their statistics. With `compute`, a
+        16-bit dtype, modules that would return float32 return that: normalisations, which compute in float32."""
         ...
 
     def whole(self, params: Any, variables: Any, rng: jax.Array) -> Any:

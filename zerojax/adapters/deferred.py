@@ -1,5 +1,6 @@
 """A parameter that becomes an array only where a layer uses it."""
 
+import contextvars
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,7 +13,10 @@ from zerojax.adapters.regather import all_but_gathered
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-USE = "zerojax.use"
+USE, NORM_USE = "zerojax.use", "zerojax.use_in_norm"
+
+# Whether a normalisation is running whose kind is known only where it runs, as Linen's.
+inside_norm: contextvars.ContextVar[bool] = contextvars.ContextVar("inside_norm", default=False)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -124,12 +128,12 @@ def block(function: F) -> F:
 
 
 def mark_use(x: jax.Array) -> jax.Array:
-    """`x`, its use and the shape it has there named in the traced program, for the search for uses.
+    """`x`, its use, the shape it has there and whether that is in a norm named in the program, for the search for uses.
 
     A name, since traces are cached: what a search would note on the side, a cached trace would not tell again. It costs
     nothing when compiled.
     """
-    return checkpoint_name(x, f"{USE} {'x'.join(map(str, x.shape))}")
+    return checkpoint_name(x, f"{NORM_USE if inside_norm.get() else USE} {'x'.join(map(str, x.shape))}")
 
 
 def marked_shape(name: str) -> tuple[int, ...] | None:
@@ -139,4 +143,9 @@ def marked_shape(name: str) -> tuple[int, ...] | None:
     ((4, 16), (), None)
     """
     kind, _, shape = name.partition(" ")
-    return tuple(int(n) for n in shape.split("x") if n) if kind == USE else None
+    return tuple(int(n) for n in shape.split("x") if n) if kind in (USE, NORM_USE) else None
+
+
+def is_marked_in_norm(name: str) -> bool:
+    """Whether the use that `mark_use` has given a name was in a norm."""
+    return name.startswith(NORM_USE)

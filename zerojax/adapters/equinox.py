@@ -11,6 +11,9 @@ from zerojax.adapters.adapter import Parts, is_trainable
 from zerojax.adapters.deferred import is_deferred, read
 from zerojax.errors import UserError
 
+# `eqx.nn.BatchNorm` is none of them: it returns the dtype of its statistics.
+NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm)
+
 
 class _ReadAtUse:
     """Mixed into a type of module: a field that is a deferred array, or a container of some, is read when it is got."""
@@ -48,11 +51,19 @@ class EquinoxAdapter:
     rest: Any
     variables: Any
     finds_uses = True
+    finds_norms = False
 
     def join(
-        self, params: Any, variables: Any, rng: jax.Array, *, training: bool, batch_axes: tuple[str, ...] = ()
+        self,
+        params: Any,
+        variables: Any,
+        rng: jax.Array,
+        *,
+        training: bool,
+        batch_axes: tuple[str, ...] = (),
+        compute: Any = None,
     ) -> Any:
-        del rng
+        del rng, compute  # its normalisations compute in float32 and return their input's dtype
         first = lambda *options: next((x for x in options if x is not None), None)
         model = jax.tree.map(first, params, variables, self.rest, is_leaf=lambda x: x is None or is_deferred(x))
         return _prepared(model, training, batch_axes)
@@ -73,7 +84,10 @@ class EquinoxAdapter:
 
 def take_apart(model: Any) -> tuple[EquinoxAdapter, Parts]:
     params, variables, rest = _split(model)
-    return EquinoxAdapter(rest, jax.tree.structure(variables)), Parts(params, variables)
+    is_norm = lambda x: isinstance(x, NORMS)
+    marked = jax.tree.map(lambda part: jax.tree.map(lambda _: is_norm(part), part), model, is_leaf=is_norm)
+    in_norms = jax.tree.map(lambda x, mark: None if x is None else mark, params, marked, is_leaf=lambda x: x is None)
+    return EquinoxAdapter(rest, jax.tree.structure(variables)), Parts(params, variables, in_norms)
 
 
 def _split(model: Any) -> tuple[Any, Any, Any]:

@@ -49,11 +49,19 @@ class LinenAdapter:
 
     collections: Any
     finds_uses = True
+    finds_norms = True
 
     def join(
-        self, params: Any, variables: Any, rng: jax.Array, *, training: bool, batch_axes: tuple[str, ...] = ()
+        self,
+        params: Any,
+        variables: Any,
+        rng: jax.Array,
+        *,
+        training: bool,
+        batch_axes: tuple[str, ...] = (),
+        compute: Any = None,
     ) -> Any:
-        del rng, training, batch_axes
+        del rng, training, batch_axes, compute  # Linen modules are made where they are called: see `linen_norms`
         values = self._values(params, variables)
         boxed = lambda x: _Box(x.parts, x.make, x.regathers) if is_deferred(x) else x
         return values | {PARAMS: jax.tree.map(boxed, values[PARAMS], is_leaf=is_deferred)}
@@ -83,7 +91,8 @@ def take_apart(model: Any) -> tuple[LinenAdapter, Parts]:
     collections = unfreeze(model)
     params = jax.tree.map(lambda x: x if is_trainable(x) else None, meta.unbox(collections[PARAMS]))
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), collections)
-    return LinenAdapter(abstract), Parts(params, _variables(collections))
+    parts = Parts(params, _variables(collections), jax.tree.map(lambda x: False, params))
+    return LinenAdapter(abstract), parts
 
 
 def _variables(collections: Any) -> dict[str, Any]:

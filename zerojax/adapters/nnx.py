@@ -12,6 +12,7 @@ from zerojax.adapters.adapter import Parts, is_trainable
 from zerojax.adapters.deferred import is_deferred
 from zerojax.errors import UserError
 
+NORMS = (nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.BatchNorm)
 STREAMS_SALT = 0x6E6E78  # keeps a module's streams apart from what a loss function folds from the key it is given
 
 
@@ -70,19 +71,29 @@ class NnxAdapter:
     rngs: nnx.State
     array_variables: nnx.State
     finds_uses = True
+    finds_norms = False
 
     def join(
-        self, params: Any, variables: Any, rng: jax.Array, *, training: bool, batch_axes: tuple[str, ...] = ()
+        self,
+        params: Any,
+        variables: Any,
+        rng: jax.Array,
+        *,
+        training: bool,
+        batch_axes: tuple[str, ...] = (),
+        compute: Any = None,
     ) -> nnx.Module:
         model = nnx.merge(
             self.graph, _fill(self.params, params), _seed(self.rngs, rng), _fill(self.array_variables, variables)
         )
         if not training:
             model.eval()
-        if batch_axes:
+        if batch_axes or compute is not None:
             for _, module in nnx.iter_modules(model):
-                if isinstance(module, nnx.BatchNorm) and module.axis_name is None:
+                if batch_axes and isinstance(module, nnx.BatchNorm) and module.axis_name is None:
                     module.axis_name = batch_axes  # type: ignore[assignment]  # lax.pmean takes several axes
+                if compute is not None:
+                    _compute_in(module, compute)
         return model
 
     def whole(self, params: Any, variables: Any, rng: jax.Array) -> Any:
@@ -102,10 +113,32 @@ class NnxAdapter:
 def take_apart(model: nnx.Module) -> tuple[NnxAdapter, Parts]:
     graph, *states = nnx.split(model, _is_param, nnx.RngState, _is_carried, ...)
     params, rngs, carried, _ = states
+    norms = {path for path, module in nnx.iter_modules(model) if isinstance(module, NORMS)}
+    in_norms = {path: path[:-1] in norms for path, _ in nnx.to_flat_state(params)}
     return (
         NnxAdapter(graph, _abstract(params), _abstract(rngs), _abstract(carried)),
-        Parts(_arrays(params, like=params), _arrays(carried, like=carried)),
+        Parts(
+            _arrays(params, like=params),
+            _arrays(carried, like=carried),
+            nnx.traversals.unflatten_mapping(in_norms),
+        ),
     )
+
+
+def _compute_in(module: Any, compute: Any) -> None:
+    """Makes a module return `compute` that would return float32, though its author has not asked for it."""
+    if isinstance(module, NORMS) and module.dtype is None:
+        # By itself it would return the widest of the dtypes of its inputs, its parameters and its statistics; told a
+        # dtype alone, it would round them all to it first.
+        module.dtype, module.promote_dtype = compute, _as_they_are  # type: ignore[assignment]
+    if isinstance(module, nnx.Embed) and module.dtype == module.param_dtype:
+        module.dtype = module.embedding.dtype  # an embedding settles for the dtype that it was made in
+
+
+def _as_they_are(arrays: Any, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
+    """A norm's inputs; it computes in float32 whatever they are."""
+    del dtype, inexact
+    return tuple(None if x is None else jnp.asarray(x) for x in arrays)
 
 
 def _abstract(state: nnx.State) -> nnx.State:

@@ -19,11 +19,19 @@ class TreeAdapter:
 
     rest: Any
     finds_uses = False
+    finds_norms = False
 
     def join(
-        self, params: Any, variables: Any, rng: jax.Array, *, training: bool, batch_axes: tuple[str, ...] = ()
+        self,
+        params: Any,
+        variables: Any,
+        rng: jax.Array,
+        *,
+        training: bool,
+        batch_axes: tuple[str, ...] = (),
+        compute: Any = None,
     ) -> Any:
-        del rng, training, batch_axes
+        del rng, training, batch_axes, compute
         return jax.tree.map(_first, self.rest, params, variables, is_leaf=lambda x: x is None)
 
     def whole(self, params: Any, variables: Any, rng: jax.Array) -> Any:
@@ -35,7 +43,7 @@ class TreeAdapter:
 
 def take_apart(model: Any) -> tuple[TreeAdapter, Parts]:
     params, variables, rest = _split(model)
-    return TreeAdapter(rest), Parts(params, variables)
+    return TreeAdapter(rest), Parts(params, variables, jax.tree.map(lambda x: False, params))
 
 
 def _split(model: Any) -> tuple[Any, Any, Any]:

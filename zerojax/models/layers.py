@@ -79,26 +79,25 @@ def _normalise_backward(
 _normalise.defvjp(_normalise_forward, _normalise_backward)
 
 
-class LayerNorm(nnx.Module):
-    """`layer_norm` with its own scale and, with ``bias``, bias."""
+class LayerNorm(nnx.LayerNorm):
+    """`nnx.LayerNorm` by `layer_norm`."""
 
     def __init__(self, dim: int, *, bias: bool = True, epsilon: float = EPSILON) -> None:
-        self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.ones(dim))
-        self.bias = nnx.Param(jnp.zeros(dim)) if bias else None
+        super().__init__(dim, epsilon=epsilon, use_bias=bias, rngs=nnx.Rngs(0))  # 1 and 0: nothing is drawn
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]  # no mask
+        assert self.scale is not None
         return layer_norm(x, self.scale[...], None if self.bias is None else self.bias[...], self.epsilon)
 
 
-class RMSNorm(nnx.Module):
-    """`rms_norm` with its own scale."""
+class RMSNorm(nnx.RMSNorm):
+    """`nnx.RMSNorm` by `rms_norm`."""
 
     def __init__(self, dim: int, *, epsilon: float = EPSILON) -> None:
-        self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.ones(dim))
+        super().__init__(dim, epsilon=epsilon, rngs=nnx.Rngs(0))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
+        assert self.scale is not None
         return rms_norm(x, self.scale[...], self.epsilon)
 
 

@@ -32,7 +32,7 @@ def model_states(
     shards: int,
     stage: int,
     *,
-    compute: int = 2,
+    compute: float = 2,
     gradient: int = 2,
     master: int = 4,
     optimizer: float = 8,
@@ -104,7 +104,8 @@ def communication(
     *,
     micro_batches: int = 1,
     replicas: int = 1,
-    compute: int = 2,
+    compute: float = 2,
+    wire: float | None = None,
     reduce: int | None = None,
     accumulate: int = 4,
 ) -> Communication:
@@ -119,7 +120,8 @@ def communication(
       stage: 0 to 3.
       micro_batches: M.
       replicas: copies of the partition, whose gradients are all-reduced once a step.
-      compute: bytes an element of what is gathered.
+      compute: bytes an element of what the model sees, on average.
+      wire: bytes an element of what is gathered; by default `compute`.
       reduce: bytes an element of what is reduced; by default those of the gradient there: `compute`, but
         `accumulate` for a sum over micro-batches and for an accumulator in shards.
       accumulate: bytes an element of the accumulated gradients.
@@ -138,7 +140,7 @@ def communication(
         return Communication(gather=0.0, reduce=2 * (devices - 1) / devices * parameters * at_end, replicate=0.0)
     gathers = 2 * micro_batches if stage == 3 else 1
     return Communication(
-        gather=gathers * ring * parameters * compute,
+        gather=gathers * ring * parameters * (compute if wire is None else wire),
         reduce=ring * parameters * (at_end if stage == 1 else micro_batches * at_use),
         replicate=2 * (replicas - 1) / replicas * parameters / shards * in_shards,
     )

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.adapters import Adapter, Deferred
-from zerojax.adapters.batch_norm import linen_statistics_over
+from zerojax.adapters import Adapter, Deferred, linen_norms
 from zerojax.adapters.regather import all_but_gathered
 from zerojax.errors import UserError, shown
 from zerojax.mesh import REPLICA_AXIS, data_axes
@@ -36,6 +35,7 @@ class LocalLoss:
       training: whether the model is in its training mode.
       batch_axes: the mesh axes over which normalisations by the batch take their statistics.
       tell_uses: called with what tracing the loss has found.
+      norms: paths of parameters that tracing the loss has found to belong to normalisations.
     """
 
     loss_fn: Callable[..., Any]
@@ -46,6 +46,7 @@ class LocalLoss:
     training: bool = True
     batch_axes: tuple[str, ...] = ()
     tell_uses: Callable[[Uses], None] = lambda uses: None
+    norms: frozenset[str] = frozenset()
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -56,20 +57,41 @@ class LocalLoss:
     def frozen_leaves(self) -> list[Leaf]:
         return self.layout.frozen_leaves
 
+    def compute_of(self, leaf: Leaf) -> Any:
+        """The dtype in which the model sees a parameter."""
+        return self.precision.compute_of(leaf.path, in_norm=leaf.in_norm or leaf.path in self.norms)
+
+    @property
+    def narrow(self) -> Any:
+        """The compute dtype where it is narrower than that of what is kept, or `None`."""
+        policy = self.precision
+        return None if policy.compute == policy.kept else policy.compute
+
+    @property
+    def searches_norms(self) -> bool:
+        """Whether only tracing the loss can tell which parameters are kept."""
+        return self.layout.adapter.finds_norms and self.precision.keep_norms and self.narrow is not None
+
+    def knowing(self, uses: Uses | None) -> "LocalLoss":
+        """The same with the normalisations that tracing has found."""
+        if uses is None or not self.searches_norms:
+            return self
+        return dataclasses.replace(self, norms=norms_of([*self.leaves, *self.frozen_leaves], uses))
+
     def point(self, leaf: Leaf) -> Point:
-        return Point(leaf.cut, self.precision.compute, self.precision.reduce)
+        return Point(leaf.cut, self.compute_of(leaf), self.precision.reduce)
 
     def compute_copies(self, leaves: Sequence[Leaf], params: Sequence[jax.Array]) -> list[jax.Array]:
-        """The whole parameters in the compute dtype."""
+        """The whole parameters as the model sees them."""
         return [
-            self.point(leaf).gather(p) if leaf.cut.dim is not None else p.astype(self.precision.compute)
+            self.point(leaf).gather(p) if leaf.cut.dim is not None else p.astype(self.compute_of(leaf))
             for leaf, p in zip(leaves, params, strict=True)
         ]
 
     def shards(self, leaves: Sequence[Leaf], params: Sequence[jax.Array]) -> list[jax.Array]:
         """What gradients are taken of where they are reduced at use: shards of cut leaves, compute copies of others."""
         return [
-            p if leaf.cut.dim is not None else p.astype(self.precision.compute)
+            p if leaf.cut.dim is not None else p.astype(self.compute_of(leaf))
             for leaf, p in zip(leaves, params, strict=True)
         ]
 
@@ -98,10 +120,10 @@ class LocalLoss:
         self, params: Sequence[Any], frozen: Sequence[Any], variables: Any, key: jax.Array, batch: Any
     ) -> tuple[jax.Array, "Outcome"]:
         """The loss's total, and the rest of what one micro-batch gives."""
-        adapter = self.layout.adapter
+        adapter, axes, compute = self.layout.adapter, self.batch_axes, self.narrow
         model_params = self.layout.join_params(params, frozen)
-        model = adapter.join(model_params, variables, key, training=self.training, batch_axes=self.batch_axes)
-        with loss_running(data_axes(self.layout.mesh)), linen_statistics_over(self.batch_axes):
+        model = adapter.join(model_params, variables, key, training=self.training, batch_axes=axes, compute=compute)
+        with loss_running(data_axes(self.layout.mesh)), linen_norms.in_loss(axes, compute):
             loss, aux = split_loss(self.loss_fn(model, batch, key))
         variables, aux = adapter.carried(model, aux)
         return loss.total, Outcome(loss, split_aux(aux), variables)
@@ -114,8 +136,8 @@ class LocalLoss:
             presented = [Deferred((p,), MarkUse()) for p in params] if adapter.finds_uses else params
             return self.run(presented[:n], presented[n:], variables, key, batch)
 
-        compute = self.precision.compute
-        whole = [jax.ShapeDtypeStruct(leaf.shape, compute) for leaf in (*self.leaves, *self.frozen_leaves)]
+        leaves = (*self.leaves, *self.frozen_leaves)
+        whole = [jax.ShapeDtypeStruct(leaf.shape, self.compute_of(leaf)) for leaf in leaves]
         uses = find_uses(marked, whole)
         self.tell_uses(uses)
         return uses
@@ -143,6 +165,13 @@ def gathered_sizes(leaves: Sequence[Leaf], uses: Uses) -> set[int]:
         for shape in (leaf.shape, leaf.stored_shape)
         if leaf.cut.dim is not None
     }
+
+
+def norms_of(leaves: Sequence[Leaf], uses: Uses) -> frozenset[str]:
+    """The paths of the leaves that are used in normalisations alone."""
+    return frozenset(
+        leaf.path for leaf, use in zip(leaves, uses.params, strict=True) if use.in_norm and all(use.in_norm)
+    )
 
 
 def on_entry(leaf: Leaf, use: Use) -> bool:
@@ -219,11 +248,15 @@ def local_gradients(
     first, first_rows = jax.tree.map(lambda x: x[0], (batch, rows))
     n = len(loss.leaves)
 
+    reduces_at_use = stage.reduce is Reduce.AT_USE
+    searches = reduces_at_use or loss.searches_norms
+    found = loss.find_uses(either(shared, first_rows), key, first) if searches else None
+    loss = loss.knowing(found)
     # Place 1, between steps, is the state's layout. Place 2: the compute-dtype copy is gathered.
     gathered = None if stage.gather is Gather.AT_USE else loss.compute_copies(loss.leaves, params)
     frozen = frozen if stage.gather is Gather.AT_USE else loss.compute_copies(loss.frozen_leaves, frozen)
     # Place 3: the backward pass reduces a gradient where its parameter was used, if the stage says so.
-    uses = loss.find_uses(either(shared, first_rows), key, first) if stage.reduce is Reduce.AT_USE else None
+    uses = found if reduces_at_use else None
     operands = gathered if uses is None and gathered is not None else loss.shards(loss.leaves, params)
 
     def objective(operands: Sequence[jax.Array], variables: Any, key: jax.Array, batch: Any) -> Any:
@@ -280,7 +313,8 @@ def local_gradients(
     # Place 4: what was not reduced at its use is reduced now, once.
     gradients = [_lowered(g, loss, lower) for g in reduce_once(loss, gradients)]
     losses, aux = jax.lax.psum((losses, aux), axes)
-    variables = either(mean_over(shared, axes, shard_index[0] == 0), jax.tree.map(join_rows, rows))
+    before, _ = layout.split_variables(variables)
+    variables = either(mean_over(before, shared, axes, shard_index[0] == 0), jax.tree.map(join_rows, rows))
     return losses, aux, gradients, variables
 
 
@@ -328,17 +362,21 @@ def reduce_once(loss: LocalLoss, gradients: Sequence[jax.Array]) -> list[jax.Arr
     return [g.astype(loss.precision.accumulate) for g in gradients]
 
 
-def mean_over(variables: Any, axes: tuple[str, ...], is_first: jax.Array) -> Any:
-    """Floating variables averaged over devices; of integers and booleans, which have no mean, the first device's."""
+def mean_over(before: Any, variables: Any, axes: tuple[str, ...], is_first: jax.Array) -> Any:
+    """Floating variables averaged over devices; of integers and booleans, which have no mean, the first device's.
 
-    def agreed(x: jax.Array) -> jax.Array:
+    The mean is of what has been added to `before`, so that what a step leaves alone keeps its last digit.
+    """
+
+    def agreed(before: jax.Array, x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.inexact):
-            return jax.lax.pmean(x, axes)
+            base = jnp.where(jnp.isfinite(before), before, 0)
+            return base + jax.lax.pmean(x - base, axes)
         if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_:
             return jax.lax.psum(jnp.where(is_first, x, jnp.zeros_like(x)), axes).astype(x.dtype)
         return x
 
-    return jax.tree.map(agreed, variables)
+    return jax.tree.map(agreed, before, variables)
 
 
 def local_loss(
@@ -353,6 +391,7 @@ def local_loss(
     """Loss sums without gradients, over all devices: parameters are gathered where they are used."""
     key = jax.random.fold_in(jax.random.wrap_key_data(key_data), shard_index[0])
     uses, n = loss.find_uses(variables, key, batch), len(loss.leaves)
+    loss = loss.knowing(uses)
     used = lambda leaves, values, uses: loss.at_use(leaves, loss.shards(leaves, values), None, uses)
     trained = used(loss.leaves, params, uses.params[:n])
     _, outcome = loss.run(trained, used(loss.frozen_leaves, frozen, uses.params[n:]), variables, key, batch)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zerojax.errors import RunError
 from zerojax.precision import LossScale
 
 
@@ -66,3 +67,23 @@ def after_step(policy: LossScale | None, state: ScalerState, overflow: jax.Array
     restored = doubles if not policy.consecutive_hysteresis else ~overflow
     left = jnp.where(overflow & ~halves, left - 1, jnp.where(restored, policy.hysteresis, left))
     return state._replace(scale=scale, hysteresis=left.astype(jnp.int32))
+
+
+def check_not_exhausted(policy: LossScale | None, before: ScalerState, after: ScalerState) -> None:
+    """Stops a run whose step overflowed when the scale could not be halved any more.
+
+    Args:
+      policy: the step's.
+      before, after: the states around one step, on the host (`jax.device_get`).
+
+    Raises:
+      RunError: if the scale was at its minimum and no overflow was left to wait for.
+    """
+    if policy is None or policy.static is not None or after.skipped == before.skipped:
+        return
+    scale, left = before.scale or policy.initial, before.hysteresis or policy.hysteresis
+    if scale <= policy.minimum and left == 1:
+        raise RunError(
+            f"step {after.steps} overflowed at the smallest loss scale, {policy.minimum:g}: gradients are not finite; "
+            "lower the learning rate, or use bf16"
+        )

@@ -101,6 +101,7 @@ class Leaf:
       dtype: its dtype.
       cut: where it is cut.
       batch_axes: of a leaf with a row for each example, the mesh axes that its first dim is split over with the batch.
+      in_norm: of a parameter, whether it belongs to a normalisation (see `Parts`).
     """
 
     name: str
@@ -108,6 +109,16 @@ class Leaf:
     dtype: jnp.dtype
     cut: Cut = WHOLE
     batch_axes: tuple[str, ...] = ()
+    in_norm: bool = False
+
+    @property
+    def path(self) -> str:
+        """Where it is in its field of the state.
+
+        >>> Leaf("params/mlp/up/kernel", (2, 3), jnp.dtype("float32")).path
+        'mlp/up/kernel'
+        """
+        return self.name.partition("/")[2]
 
     @property
     def size(self) -> int:

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from zerojax.mesh import REPLICA_AXIS, SHARD_AXIS
+from zerojax.paths import path_name
 from zerojax.precision import Precision
 from zerojax.zero import formulas
 from zerojax.zero.collectives import Collective, mesh_axes, read_collectives
@@ -192,6 +193,7 @@ def make_report(
     stage: int,
     precision: Precision,
     micro_batches: int = 1,
+    kept: Set[str] = frozenset(),
     notes: Iterable[LeafNote] = (),
 ) -> Report:
     """A report of a compiled step.
@@ -204,6 +206,7 @@ def make_report(
       stage: 0 to 3.
       precision: the dtypes of the step.
       micro_batches: M.
+      kept: paths of parameters that the model sees in `precision.kept` in place of the compute dtype.
       notes: leaves to name.
     """
     logical = state.layout.logical
@@ -221,7 +224,8 @@ def make_report(
         )
 
     parameters, optimizer = stored(state.params, logical["params"]), stored(state.opt_state, logical["opt_state"])
-    frozen, frozen_sent = _frozen(state, logical["frozen"], shards, stage, precision, micro_batches, over)
+    compute, wire = (n / max(n_parameters, 1) for n in _seen(logical["params"], precision, kept))
+    frozen, frozen_sent = _frozen(state, logical["frozen"], shards, stage, precision, kept, micro_batches, over)
     collectives = read_collectives(compiled.as_text())
     memory = compiled.memory_analysis()
     accumulate = precision.accumulate.itemsize
@@ -231,7 +235,8 @@ def make_report(
         stage,
         micro_batches=micro_batches,
         replicas=replicas,
-        compute=precision.compute.itemsize,
+        compute=compute,
+        wire=wire,
         reduce=precision.reduce.itemsize if precision.reduce else None,
         accumulate=accumulate,
     )
@@ -255,7 +260,7 @@ def make_report(
             sum(map(_device_bytes, jax.tree.leaves((state.step, state.variables, state.rng, state.loss_scale))))
         ),
         gradients=gradients,
-        model_states=_model_states(parameters, optimizer, gradients, n_parameters, shards, stage, precision),
+        model_states=_model_states(parameters, optimizer, gradients, n_parameters, shards, stage, precision, compute),
         temporaries=memory.temp_size_in_bytes,
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
@@ -275,26 +280,50 @@ def make_report(
     )
 
 
+def _seen(logical: Any, precision: Precision, kept: Set[str]) -> tuple[int, int]:
+    """Bytes of parameters as the model sees them, and as they are gathered: the narrower of that and their own."""
+    compute = wire = 0
+    for path, leaf in jax.tree.leaves_with_path(logical):
+        seen = precision.kept if path_name(path) in kept else precision.compute
+        compute += math.prod(leaf.shape) * seen.itemsize
+        wire += math.prod(leaf.shape) * min(leaf.dtype.itemsize, seen.itemsize)
+    return compute, wire
+
+
 def _frozen(
-    state: Any, logical: Any, shards: int, stage: int, precision: Precision, micro_batches: int, over: str
+    state: Any,
+    logical: Any,
+    shards: int,
+    stage: int,
+    precision: Precision,
+    kept: Set[str],
+    micro_batches: int,
+    over: str,
 ) -> tuple[Figure, float]:
     """Bytes stored of frozen parameters, and what gathering them should send: no gradient of theirs is reduced."""
     leaves = jax.tree.leaves(logical)
     if not leaves:
         return Figure(0), 0.0
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    wire = sum(math.prod(leaf.shape) * min(leaf.dtype.itemsize, precision.compute.itemsize) for leaf in leaves)
+    _, wire = _seen(logical, precision, kept)
     sent = formulas.communication(wire, shards, stage, micro_batches=micro_batches, compute=1).gather
     stored = sum(map(_device_bytes, jax.tree.leaves(state.frozen)))
     return Figure(stored, formulas.stored(whole, shards, stage, itemsize=1), f"F{over}"), sent
 
 
 def _model_states(
-    parameters: Figure, optimizer: Figure, gradients: Figure, n: int, shards: int, stage: int, precision: Precision
+    parameters: Figure,
+    optimizer: Figure,
+    gradients: Figure,
+    n: int,
+    shards: int,
+    stage: int,
+    precision: Precision,
+    compute: float,
 ) -> Figure:
     # Master parameters in the compute dtype are their own compute copy, unless it is gathered whole beside them.
     own_copy = precision.compute == precision.master and stage in (0, 3)
-    compute = 0 if own_copy else precision.compute.itemsize
+    compute = 0 if own_copy else compute
     share = shards if stage >= 1 else 1
     states = formulas.model_states(
         n,
@@ -305,7 +334,7 @@ def _model_states(
         master=precision.master.itemsize,
         optimizer=(optimizer.expected or 0) * share / max(n, 1),
     )
-    copy = [] if own_copy else [f"{compute}P{'/N' if stage >= 3 else ''}"]
+    copy = [] if own_copy else [f"{compute:.3g}P{'/N' if stage >= 3 else ''}"]
     return Figure(None, states.total, " + ".join([*copy, gradients.formula, parameters.formula, optimizer.formula]))
 
 

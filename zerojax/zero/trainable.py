@@ -6,6 +6,7 @@ import jax
 
 from zerojax.adapters import Adapter
 from zerojax.errors import UserError, shown
+from zerojax.paths import path_name
 
 
 def chosen(setting: Literal["trainable", "per_example"], choice: Any, adapter: Adapter, leaves: Any) -> Any:
@@ -25,8 +26,7 @@ def chosen(setting: Literal["trainable", "per_example"], choice: Any, adapter: A
             f"{setting} is {shown(choice)}; accepted: a function of a leaf's path and the leaf"
             + (", or an NNX filter" if matches is not None else "; NNX filters are for NNX models")
         )
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-    return jax.tree_util.tree_map_with_path(lambda path, x: bool(choice(name(path), x)), leaves)
+    return jax.tree_util.tree_map_with_path(lambda path, x: bool(choice(path_name(path), x)), leaves)
 
 
 def divide(params: Any, is_trained: Any) -> tuple[Any, Any]:

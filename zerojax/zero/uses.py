@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from zerojax.adapters import mark_use, marked_shape
+from zerojax.adapters import is_marked_in_norm, mark_use, marked_shape
 
 # A parameter that goes into one of these counts as used there. Devices may choose another branch or number of turns
 # than their neighbours, and collectives inside would wait for devices that never come; a custom derivative may hand out
@@ -27,11 +27,13 @@ class Use:
     Attributes:
       shapes: the shape that each gather point sees; without the leading dimensions that a scan or vmap walks along.
       in_remat: whether each of them lies inside a `jax.checkpoint` of the model's own.
+      in_norm: whether each of them lies inside a normalisation that is known only where it runs, as Linen's.
       outside: the name of an operation that takes the parameter outside of a gather point, or `None`.
     """
 
     shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     in_remat: list[bool] = dataclasses.field(default_factory=list)
+    in_norm: list[bool] = dataclasses.field(default_factory=list)
     outside: str | None = None
 
 
@@ -75,6 +77,7 @@ def _walk(jaxpr: core.Jaxpr, names: dict[core.Var, Use], in_remat: bool) -> bool
             if operands[0] is not None:
                 given: Any = eqn.invars[0].aval
                 _note_use(operands[0], seen, given.shape, in_remat)
+                operands[0].in_norm.append(is_marked_in_norm(eqn.params["name"]))
             continue
         is_remat = name in ("checkpoint", "remat", "remat2")
         programs = [program for program in map(_program, jax.tree.leaves(list(eqn.params.values()))) if program]

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.adapters import Adapter, take_apart
 from zerojax.errors import UserError, shown
 from zerojax.mesh import SHARD_AXIS, as_zero_mesh, data_axes, data_parallel_size
+from zerojax.paths import path_name, require_matches
 from zerojax.precision import Precision
 from zerojax.zero.loss_scale import initial_state
 from zerojax.zero.notes import leaf_notes
@@ -37,7 +38,7 @@ class Zero:
       stage: 0 to 3, a row of the stage table (`zerojax.zero.stages`).
       mesh: the devices, as `make_mesh` makes them; all of them on one "data" axis by default. Partitions lie along
         "data", copies of them along "replica", further axes are the model's.
-      precision: "fp32", "bf16", "fp16" or a `Precision`.
+      precision: "fp32", "bf16", "fp16", a list such as "bf16,reduce=float32" (see `Precision.of`), or a `Precision`.
       micro_batches: number of parts that each device's rows of a batch are computed in, their gradients accumulated.
       clip_norm: the global L2 norm that gradients are scaled down to, or `None`. The reported norm is the one before.
       remat: a policy of `jax.checkpoint_policies` applied to the whole loss, or `None` to leave that to the model.
@@ -128,7 +129,8 @@ class Zero:
         Args:
           loss_fn: function of (model, batch, rng) that returns a loss, or a pair of a loss and a dict of scalars. A
             loss is a scalar, the mean over its examples, or `Weighted`. A random key `rng` depends on the seed, the
-            step, the micro-batch and the device's place on the data axes. The model's params are in the compute dtype.
+            step, the micro-batch and the device's place on the data axes. The model's params are in the compute dtype,
+            but for those that `Precision` keeps in float32.
 
         Returns:
           A function `(state, batch) -> (state, metrics)` that donates the state, and has jit's `lower`. A batch is a
@@ -196,15 +198,18 @@ class Zero:
           Bytes of parameters, optimizer state, gradients and temporaries, every collective, and each leaf that is not
           simply in shards; `print` gives a table, `as_dict` plain data.
         """
-        compiled = step.lower(state, batch).compile()
+        compiled, layout = step.lower(state, batch).compile(), state.layout
+        loss = step.local_loss(layout, training=True).knowing(step.uses.get(layout))
+        leaves = (*layout.param_leaves, *layout.frozen_leaves)
         return make_report(
             compiled=compiled,
             state=state,
-            mesh=state.layout.mesh,
+            mesh=layout.mesh,
             stage=step.settings.stage.number,
-            precision=step.settings.precision,
+            precision=loss.precision,
             micro_batches=step.settings.micro_batches,
-            notes=leaf_notes(state.layout, step.settings.stage, step.uses.get(state.layout), self.min_shard_size),
+            kept={leaf.path for leaf in leaves if loss.compute_of(leaf) != loss.precision.compute},
+            notes=leaf_notes(layout, step.settings.stage, step.uses.get(layout), self.min_shard_size),
         )
 
     def _init(self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation) -> Any:
@@ -221,13 +226,13 @@ class Zero:
         if not callable(make_model):
             raise UserError(f"make_model is {shown(make_model)}; accepted: a function from a random key to a model")
         master = self.policy.master
-        made: list[tuple[Adapter, Any, Any]] = []
+        made: list[tuple[Adapter, Any, Any, Any]] = []
 
         def logical(key: jax.Array) -> dict[str, Any]:
             adapter, parts = take_apart(make_model(key))
             trained, frozen = divide(parts.params, chosen("trainable", self.trainable, adapter, parts.params))
             rows = chosen("per_example", self.per_example, adapter, parts.variables)
-            made.append((adapter, jax.tree.map(lambda x: jnp.dtype(x.dtype), trained), rows))
+            made.append((adapter, jax.tree.map(lambda x: jnp.dtype(x.dtype), trained), rows, parts.in_norms))
             params = jax.tree.map(lambda x: jnp.asarray(x, master), trained)
             training_key = jax.random.fold_in(key, TRAINING_SALT)
             return {
@@ -256,16 +261,25 @@ class Zero:
             )
             for field, tree in shapes.items()
         }
-        adapter, dtypes, rows = made[0]
+        adapter, dtypes, rows, in_norms = made[0]
+        for field in ("params", "frozen"):
+            leaves[field] = jax.tree.map(_with_norm, leaves[field], in_norms, is_leaf=lambda x: x is None)
         leaves["variables"] = jax.tree.map(
             lambda leaf, has_rows: _with_rows(leaf, has_rows, mesh, self.micro_batches), leaves["variables"], rows
         )
         layout = Layout(mesh, adapter, optimizer, leaves, dtypes)
+        paths = [leaf.path for leaf in (*layout.param_leaves, *layout.frozen_leaves)]
+        require_matches("Precision.keep", self.policy.keep, paths)
 
         def build(key: jax.Array) -> State:
             return State(**{field: layout.store(field, x) for field, x in logical(key).items()}, layout=layout)
 
         return layout, build
+
+
+def _with_norm(leaf: Leaf | None, in_norm: bool) -> Leaf | None:
+    """The leaf of a parameter, marked if it belongs to a normalisation."""
+    return leaf and dataclasses.replace(leaf, in_norm=in_norm)
 
 
 def _with_rows(leaf: Leaf, has_rows: bool, mesh: Mesh, micro_batches: int) -> Leaf:
@@ -294,7 +308,7 @@ def _gathering(layout: Layout) -> Any:
 
 
 def _name(field: str, path: Any) -> str:
-    return "/".join(filter(None, (field, jax.tree_util.keystr(path, simple=True, separator="/"))))
+    return "/".join(filter(None, (field, path_name(path))))
 
 
 def _local(x: jax.Array) -> jax.Array:
