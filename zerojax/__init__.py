@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from zerojax.mesh import make_mesh as make_mesh
     from zerojax.precision import LossScale as LossScale
     from zerojax.precision import Precision as Precision
+    from zerojax.remat import Remat as Remat
     from zerojax.weighted import Weighted as Weighted
     from zerojax.zero import State as State
     from zerojax.zero import Zero as Zero
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LossScale": "zerojax.precision",
     "Precision": "zerojax.precision",
+    "Remat": "zerojax.remat",
     "State": "zerojax.zero",
     "UserError": "zerojax.errors",
     "Weighted": "zerojax.weighted",

@@ -84,6 +84,13 @@ def test_the_arguments_make_a_zero():
     assert int(step(state, jnp.ones((8, 64)))[1]["step"]) == 1
 
 
+@pytest.mark.parametrize("offloads", [True, False])
+def test_checkpoints_in_the_host_s_memory(offloads):
+    config = settings(activation_checkpointing={"cpu_checkpointing": offloads, "partition_activations": True})
+    assert config.zero_arguments.get("remat") == ("offload" if offloads else None)
+    assert [note.partition(" ")[0] for note in config.notes] == ["activation_checkpointing.partition_activations"]
+
+
 @pytest.mark.parametrize(
     "given, clip_norm", [({}, 1.0), ({"gradient_clipping": 0.5}, 0.5), ({"gradient_clipping": 0.0}, None)]
 )
@@ -206,11 +213,6 @@ def test_logs_printing_and_data():
         ({"elasticity": {"enabled": True, "min_gpus": 2}}, "elasticity.enabled", "any number of devices"),
         ({"compression_training": {"layer_reduction": {"enabled": True}}}, "compression_training", "model"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention", "attention is the model's"),
-        (
-            {"activation_checkpointing": {"cpu_checkpointing": True}},
-            "activation_checkpointing.cpu_checkpointing",
-            "remat",
-        ),
         ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast", "cast them in the model"),
         (
             {"optimizer": {"type": "Adam", "params": {"lr": 0.1, "max_grad_norm": 1.0}}},

@@ -26,6 +26,7 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.9, 0.95], "torch_adam": True}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}},
     "tensorboard": {"enabled": True},
+    "activation_checkpointing": {"cpu_checkpointing": True},
 }
 
 

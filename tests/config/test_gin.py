@@ -6,6 +6,7 @@ import gin
 import optax
 import pytest
 
+import zerojax
 from zerojax.config import registry
 from zerojax.config.gin import configured, load
 from zerojax.errors import UserError
@@ -41,6 +42,13 @@ def test_values_reach_the_constructor(write):
     load(write("Zero.stage = 1\nZero.micro_batches = 4\n"))
     zero = configured("zerojax.Zero")()
     assert (zero.stage, zero.micro_batches) == (1, 4)
+
+
+def test_rematerialisation_by_name_and_in_parts(write):
+    load(write("Zero.remat = 'dots'\n"))
+    assert configured("zerojax.Zero")().remat == "dots"
+    load(write("Zero.remat = @Remat()\nRemat.blocks = ['blocks/*']\nRemat.every = 2\n"))
+    assert configured("zerojax.Zero")().remat == zerojax.Remat(blocks="blocks/*", every=2)
 
 
 def test_overrides_come_last(write):

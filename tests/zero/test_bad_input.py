@@ -52,7 +52,7 @@ def test_stages(stage):
         ("clip_norm", -1.0),
         ("clip_norm", float("nan")),
         ("clip_norm", "1"),
-        ("remat", "full"),
+        ("remat", "most"),
         ("precision", "fp8"),
         ("precision", "float32"),
         ("precision", None),

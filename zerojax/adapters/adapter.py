@@ -1,9 +1,15 @@
 """What an adapter does, whatever the kind of model."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+
+from zerojax.adapters.blocks import Block, Module
+
+NO_BLOCKS: Mapping[str, Block] = MappingProxyType({})
 
 
 class Parts(NamedTuple):
@@ -43,10 +49,16 @@ class Adapter(Protocol):
         training: bool,
         batch_axes: tuple[str, ...] = (),
         compute: Any = None,
+        blocks: Mapping[str, Block] = NO_BLOCKS,
     ) -> Any:
         """The model for a loss. `rng` seeds the random streams it holds itself; training leaves the mode it was made
         in. Over `batch_axes` of the mesh its normalisations by the batch take their statistics. With `compute`, a
-        16-bit dtype, modules that would return float32 return that: normalisations, which compute in float32."""
+        16-bit dtype, modules that would return float32 return that: normalisations, which compute in float32. The
+        modules whose paths `blocks` has are rematerialised."""
+        ...
+
+    def modules(self) -> Mapping[str, Module]:
+        """The modules that can be called, by path; without those that exist only where they are called."""
         ...
 
     def whole(self, params: Any, variables: Any, rng: jax.Array) -> Any:

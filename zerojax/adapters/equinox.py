@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
 
-from zerojax.adapters.adapter import Parts, is_trainable
+from zerojax.adapters.adapter import NO_BLOCKS, Parts, is_trainable
+from zerojax.adapters.blocks import Block, Module, applies, inside_block, is_sliced
 from zerojax.adapters.deferred import is_deferred, read
 from zerojax.errors import UserError
 
@@ -27,9 +29,36 @@ class _ReadAtUse:
 
 @functools.cache
 def _read_at_use(kind: Any) -> type[eqx.Module]:
-    namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return _subtype(kind, (_ReadAtUse, kind), {})
+
+
+@functools.cache
+def _rematerialised(kind: Any, block: Block, whole: tuple[int, ...]) -> type[eqx.Module]:
+    """The subtype of `kind` whose call is rematerialised as `block` says; of arrays with `whole` dimensions each."""
+    call = kind.__call__
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        now = _ndims(self)
+        if not applies(block, now, whole):
+            return call(self, *args, **kwargs)
+
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            with inside_block():
+                return call(module, *args, **kwargs)
+
+        prevent_cse = not is_sliced(now, whole)
+        return eqx.filter_checkpoint(run, policy=block.policy, prevent_cse=prevent_cse)(self, *args, **kwargs)
+
+    return _subtype(kind, (kind,), {"__call__": __call__})
+
+
+def _subtype(kind: Any, bases: tuple[type, ...], namespace: dict[str, Any]) -> type[eqx.Module]:
     metaclass: Any = type(kind)
-    return metaclass(kind.__name__, (_ReadAtUse, kind), namespace)
+    return metaclass(kind.__name__, bases, {"__module__": kind.__module__, "__doc__": kind.__doc__, **namespace})
+
+
+def _ndims(module: Any) -> tuple[int, ...]:
+    return tuple(x.ndim for x in jax.tree.leaves(module) if eqx.is_array(x))
 
 
 def is_model(model: Any) -> bool:
@@ -62,11 +91,15 @@ class EquinoxAdapter:
         training: bool,
         batch_axes: tuple[str, ...] = (),
         compute: Any = None,
+        blocks: Mapping[str, Block] = NO_BLOCKS,
     ) -> Any:
         del rng, compute  # its normalisations compute in float32 and return their input's dtype
         first = lambda *options: next((x for x in options if x is not None), None)
         model = jax.tree.map(first, params, variables, self.rest, is_leaf=lambda x: x is None or is_deferred(x))
-        return _prepared(model, training, batch_axes)
+        return _prepared(model, training, batch_axes, blocks)
+
+    def modules(self) -> dict[str, Module]:
+        return dict(_modules(self.rest))
 
     def whole(self, params: Any, variables: Any, rng: jax.Array) -> Any:
         return self.join(params, variables, rng, training=True)
@@ -115,16 +148,21 @@ def _is_opaque(x: Any) -> bool:
     return is_deferred(x) or _is_module(x)
 
 
-def _prepared(tree: Any, training: bool, batch_axes: tuple[str, ...]) -> Any:
-    """`tree` with each module in it one that reads at use, outside of training in inference mode, and with batch
-    statistics over `batch_axes` too."""
+def _prepared(
+    tree: Any, training: bool, batch_axes: tuple[str, ...], blocks: Mapping[str, Block], path: tuple[Any, ...] = ()
+) -> Any:
+    """`tree` with each module in it one that reads at use, outside of training in inference mode, with batch statistics
+    over `batch_axes` too, and rematerialised if `blocks` has its path."""
 
-    def prepare(part: Any) -> Any:
+    def prepare(inner: tuple[Any, ...], part: Any) -> Any:
         if not _is_module(part):
             return part
+        here = (*path, *inner)
         is_static = {field.name: field.metadata.get("static", False) for field in dataclasses.fields(part)}
         fields = {
-            name: value if is_static.get(name) else _prepared(value, training, batch_axes)
+            name: value
+            if is_static.get(name)
+            else _prepared(value, training, batch_axes, blocks, (*here, jax.tree_util.GetAttrKey(name)))
             for name, value in vars(part).items()
         }
         if isinstance(part, eqx.nn.BatchNorm) and batch_axes:
@@ -132,11 +170,29 @@ def _prepared(tree: Any, training: bool, batch_axes: tuple[str, ...]) -> Any:
             fields["axis_name"] = (*own, *batch_axes)
         if "inference" in fields and not training:
             fields["inference"] = True
-        is_cut = any(map(is_deferred, jax.tree.leaves(fields, is_leaf=_is_opaque)))
         kind: Any = type(part)
-        prepared = object.__new__(_read_at_use(kind) if is_cut else kind)
+        if any(map(is_deferred, jax.tree.leaves(fields, is_leaf=_is_opaque))):
+            kind = _read_at_use(kind)
+        if block := blocks.get(_name(here)):
+            kind = _rematerialised(kind, block, _ndims(part))
+        prepared = object.__new__(kind)
         for name, value in fields.items():
             object.__setattr__(prepared, name, value)
         return prepared
 
-    return jax.tree.map(prepare, tree, is_leaf=_is_opaque)
+    return jax.tree_util.tree_map_with_path(prepare, tree, is_leaf=_is_opaque)
+
+
+def _modules(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Module]]:
+    """The modules in `tree` by path."""
+    for inner, part in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_module):
+        if _is_module(part):
+            here = (*path, *inner)
+            if callable(part):
+                yield _name(here), Module(type(part).__name__)
+            for name, value in vars(part).items():
+                yield from _modules(value, (*here, jax.tree_util.GetAttrKey(name)))
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

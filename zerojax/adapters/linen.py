@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from flax.core import meta, unfreeze
 
-from zerojax.adapters.adapter import Parts, is_trainable
+from zerojax.adapters.adapter import NO_BLOCKS, Parts, is_trainable
+from zerojax.adapters.blocks import Block, Module
 from zerojax.adapters.deferred import Deferred, is_deferred
 from zerojax.errors import UserError
 
@@ -60,8 +61,10 @@ class LinenAdapter:
         training: bool,
         batch_axes: tuple[str, ...] = (),
         compute: Any = None,
+        blocks: Mapping[str, Block] = NO_BLOCKS,
     ) -> Any:
-        del rng, training, batch_axes, compute  # Linen modules are made where they are called: see `linen_norms`
+        # Linen modules are made where they are called: see `linen_norms` and `linen_blocks`
+        del rng, training, batch_axes, compute, blocks
         values = self._values(params, variables)
         boxed = lambda x: _Box(x.parts, x.make, x.regathers) if is_deferred(x) else x
         return values | {PARAMS: jax.tree.map(boxed, values[PARAMS], is_leaf=is_deferred)}
@@ -76,6 +79,9 @@ class LinenAdapter:
         if PARAMS in variables:
             params = jax.tree.map(_either, params, variables[PARAMS], is_leaf=_is_value)
         return {name: params if name == PARAMS else variables[name] for name in self.collections}
+
+    def modules(self) -> Mapping[str, Module]:
+        return {}
 
     def carried(self, model: Any, aux: Any) -> tuple[Any, Any]:
         now = _variables(model)

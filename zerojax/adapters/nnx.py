@@ -2,17 +2,20 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zerojax.adapters.adapter import Parts, is_trainable
+from zerojax.adapters.adapter import NO_BLOCKS, Parts, is_trainable
+from zerojax.adapters.blocks import Block, Module, applies, inside_block, is_sliced, parted
 from zerojax.adapters.deferred import is_deferred
 from zerojax.errors import UserError
 
 NORMS = (nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.BatchNorm)
+_NODES = (nnx.Variable, nnx.Pytree)
 STREAMS_SALT = 0x6E6E78  # keeps a module's streams apart from what a loss function folds from the key it is given
 
 
@@ -40,6 +43,42 @@ class _ReadAtUse:
 def _read_at_use(kind: type[nnx.Variable]) -> type[nnx.Variable]:
     """The subtype of `kind` that reads at use; filters on `kind` match it."""
     return type(kind.__name__, (_ReadAtUse, kind), {})
+
+
+@functools.cache
+def _rematerialised(kind: type[nnx.Module], block: Block, whole: tuple[int, ...]) -> type[nnx.Module]:
+    """The subtype of `kind` whose call is rematerialised as `block` says; of parameters with `whole` dimensions each.
+
+    The type holds what the call needs to know, so that it survives whatever takes the module apart and together.
+    """
+    call: Any = kind.__call__
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        now = _ndims(self)
+        if not applies(block, now, whole):
+            return call(self, *args, **kwargs)
+        given, put_back = parted((args, kwargs), _NODES)
+        outs = []
+
+        def run(module: Any, given: dict[int, Any]) -> dict[int, Any]:
+            args, kwargs = put_back(given)
+            with inside_block():
+                returned, out = parted(call(module, *args, **kwargs), _NODES)
+            outs.append(out)
+            return returned
+
+        # In a loop there is nothing that the compiler could merge the second forward pass with.
+        prevent_cse = not is_sliced(now, whole)
+        remat = nnx.remat(run, policy=block.policy, prevent_cse=prevent_cse, graph=True, graph_updates=True)
+        returned = remat(self, given)
+        return outs[-1](returned)
+
+    namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__call__": __call__}
+    return type(kind)(kind.__name__, (kind,), namespace)  # type: ignore[misc]  # of the metaclass that Flax gives it
+
+
+def _ndims(module: Any) -> tuple[int, ...]:
+    return tuple(x.ndim for x in jax.tree.leaves(nnx.state(module, nnx.Param)))
 
 
 def _is_param(path: Any, value: Any) -> bool:
@@ -82,6 +121,7 @@ class NnxAdapter:
         training: bool,
         batch_axes: tuple[str, ...] = (),
         compute: Any = None,
+        blocks: Mapping[str, Block] = NO_BLOCKS,
     ) -> nnx.Module:
         model = nnx.merge(
             self.graph, _fill(self.params, params), _seed(self.rngs, rng), _fill(self.array_variables, variables)
@@ -94,7 +134,17 @@ class NnxAdapter:
                     module.axis_name = batch_axes  # type: ignore[assignment]  # lax.pmean takes several axes
                 if compute is not None:
                     _compute_in(module, compute)
+        if blocks:
+            for path, module in list(nnx.iter_modules(model)):
+                if block := blocks.get(_path(path)):
+                    object.__setattr__(module, "__class__", _rematerialised(type(module), block, _ndims(module)))
         return model
+
+    def modules(self) -> dict[str, Module]:
+        model = nnx.merge(self.graph, self.params, self.rngs, self.array_variables)
+        return {
+            _path(path): Module(type(module).__name__) for path, module in nnx.iter_modules(model) if callable(module)
+        }
 
     def whole(self, params: Any, variables: Any, rng: jax.Array) -> Any:
         return self.join(params, variables, rng, training=True)
@@ -139,6 +189,10 @@ def _as_they_are(arrays: Any, *, dtype: Any = None, inexact: bool = True) -> tup
     """A norm's inputs; it computes in float32 whatever they are."""
     del dtype, inexact
     return tuple(None if x is None else jnp.asarray(x) for x in arrays)
+
+
+def _path(parts: tuple[Any, ...]) -> str:
+    return "/".join(map(str, parts))
 
 
 def _abstract(state: nnx.State) -> nnx.State:

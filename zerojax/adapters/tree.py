@@ -1,11 +1,13 @@
 """Models that are pytrees of arrays: plain functions' parameters, and modules that are pytrees themselves."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from zerojax.adapters.adapter import Parts, is_trainable
+from zerojax.adapters.adapter import NO_BLOCKS, Parts, is_trainable
+from zerojax.adapters.blocks import Block, Module
 from zerojax.adapters.deferred import is_deferred
 
 
@@ -30,12 +32,16 @@ class TreeAdapter:
         training: bool,
         batch_axes: tuple[str, ...] = (),
         compute: Any = None,
+        blocks: Mapping[str, Block] = NO_BLOCKS,
     ) -> Any:
-        del rng, training, batch_axes, compute
+        del rng, training, batch_axes, compute, blocks
         return jax.tree.map(_first, self.rest, params, variables, is_leaf=lambda x: x is None)
 
     def whole(self, params: Any, variables: Any, rng: jax.Array) -> Any:
         return self.join(params, variables, rng, training=True)
+
+    def modules(self) -> Mapping[str, Module]:
+        return {}
 
     def carried(self, model: Any, aux: Any) -> tuple[Any, Any]:
         return _split(model)[1], aux

@@ -44,6 +44,7 @@ def constructors() -> dict[str, Callable[..., Any]]:
         "zerojax.Zero": zerojax.Zero,
         "zerojax.LossScale": zerojax.LossScale,
         "zerojax.Precision": zerojax.Precision,
+        "zerojax.Remat": zerojax.Remat,
         "zerojax.make_mesh": zerojax.make_mesh,
         "zerojax.trainer.train": trainer.train,
         "zerojax.models.gpt.GPT": gpt.GPT,

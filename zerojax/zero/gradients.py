@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.adapters import Adapter, Deferred, linen_norms
-from zerojax.adapters.regather import all_but_gathered
+from zerojax.adapters.linen_blocks import linen_blocks, linen_modules_met
 from zerojax.errors import UserError, shown
 from zerojax.mesh import REPLICA_AXIS, data_axes
 from zerojax.precision import Precision
+from zerojax.remat import Policy, Remat
 from zerojax.weighted import Weighted
 from zerojax.zero.gather import GatherAtUse, Point, UseGathered, loss_running
 from zerojax.zero.partition import Leaf
+from zerojax.zero.plan import Plan, make_plan
 from zerojax.zero.stages import Gather, Reduce, Stage
 from zerojax.zero.state import Layout, either
 from zerojax.zero.uses import MarkUse, Use, Uses, find_uses
@@ -31,22 +32,24 @@ class LocalLoss:
       layout: the state's layout.
       stage: the row of the stage table.
       precision: the dtypes.
-      remat: a policy of `jax.checkpoint` for the whole loss, or `None`.
+      remat: as `Zero.remat`, names made to a `Remat`.
       training: whether the model is in its training mode.
       batch_axes: the mesh axes over which normalisations by the batch take their statistics.
       tell_uses: called with what tracing the loss has found.
       norms: paths of parameters that tracing the loss has found to belong to normalisations.
+      plan: what is rematerialised, once `planned` has found out.
     """
 
     loss_fn: Callable[..., Any]
     layout: Layout
     stage: Stage
     precision: Precision
-    remat: Callable[..., bool] | None = None
+    remat: Remat | Policy | None = None
     training: bool = True
     batch_axes: tuple[str, ...] = ()
     tell_uses: Callable[[Uses], None] = lambda uses: None
     norms: frozenset[str] = frozenset()
+    plan: Plan = Plan()
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -122,8 +125,11 @@ class LocalLoss:
         """The loss's total, and the rest of what one micro-batch gives."""
         adapter, axes, compute = self.layout.adapter, self.batch_axes, self.narrow
         model_params = self.layout.join_params(params, frozen)
-        model = adapter.join(model_params, variables, key, training=self.training, batch_axes=axes, compute=compute)
-        with loss_running(data_axes(self.layout.mesh)), linen_norms.in_loss(axes, compute):
+        blocks = self.plan.blocks
+        model = adapter.join(
+            model_params, variables, key, training=self.training, batch_axes=axes, compute=compute, blocks=blocks
+        )
+        with loss_running(data_axes(self.layout.mesh)), linen_blocks(blocks), linen_norms.in_loss(axes, compute):
             loss, aux = split_loss(self.loss_fn(model, batch, key))
         variables, aux = adapter.carried(model, aux)
         return loss.total, Outcome(loss, split_aux(aux), variables)
@@ -137,34 +143,27 @@ class LocalLoss:
             return self.run(presented[:n], presented[n:], variables, key, batch)
 
         leaves = (*self.leaves, *self.frozen_leaves)
-        whole = [jax.ShapeDtypeStruct(leaf.shape, self.compute_of(leaf)) for leaf in leaves]
-        uses = find_uses(marked, whole)
+        return find_uses(marked, [jax.ShapeDtypeStruct(leaf.shape, self.compute_of(leaf)) for leaf in leaves])
+
+    def planned(self, variables: Any, key: jax.Array, batch: Any) -> tuple["LocalLoss", Uses]:
+        """The loss with what is rematerialised in it and the normalisations it has, and its uses then."""
+        with linen_modules_met() as met:
+            uses = self.find_uses(variables, key, batch)
+        known = self.knowing(uses)
+        plan = make_plan(self.remat, self.stage, self.layout, uses, met)
+        planned = dataclasses.replace(known, plan=plan)
+        if plan.blocks:
+            found = planned.find_uses(variables, key, batch)
+            if found.remats:
+                uses = dataclasses.replace(found, remats=plan.around is None)
+            else:
+                planned = dataclasses.replace(known, plan=plan.without_blocks(self.remat))
         self.tell_uses(uses)
-        return uses
+        return planned, uses
 
-    def rematerialised(self, function: Callable[..., Any], uses: Uses | None) -> Callable[..., Any]:
-        """`function` under the policy asked for; at stage 3 what was gathered is gathered again in the backward pass.
-
-        A block sees to that itself. So does a model that rematerialises: its gather points are inside, and a policy
-        around it would take precedence over its own and keep what it drops.
-        """
-        finds_uses = self.layout.adapter.finds_uses
-        regather = self.stage.gather is Gather.AT_USE and finds_uses and uses is not None and not uses.remats
-        if self.remat is None and not regather:
-            return function
-        sizes = gathered_sizes([*self.leaves, *self.frozen_leaves], uses) if regather and uses is not None else set()
-        return jax.checkpoint(function, policy=all_but_gathered(sizes, self.remat))
-
-
-def gathered_sizes(leaves: Sequence[Leaf], uses: Uses) -> set[int]:
-    """The numbers of elements that gather points make: of whole leaves, or of a scan's slices of them."""
-    return {
-        math.prod(shape[-ndim:])
-        for leaf, use in zip(leaves, uses.params, strict=True)
-        for ndim in (*map(len, use.shapes), len(leaf.shape))
-        for shape in (leaf.shape, leaf.stored_shape)
-        if leaf.cut.dim is not None
-    }
+    def rematerialised(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` under the plan's policy around the whole loss."""
+        return function if self.plan.around is None else jax.checkpoint(function, policy=self.plan.around)
 
 
 def norms_of(leaves: Sequence[Leaf], uses: Uses) -> frozenset[str]:
@@ -249,9 +248,10 @@ def local_gradients(
     n = len(loss.leaves)
 
     reduces_at_use = stage.reduce is Reduce.AT_USE
-    searches = reduces_at_use or loss.searches_norms
-    found = loss.find_uses(either(shared, first_rows), key, first) if searches else None
-    loss = loss.knowing(found)
+    if reduces_at_use or loss.searches_norms or isinstance(loss.remat, Remat):
+        loss, found = loss.planned(either(shared, first_rows), key, first)
+    else:
+        loss, found = dataclasses.replace(loss, plan=Plan(around=loss.remat)), None
     # Place 1, between steps, is the state's layout. Place 2: the compute-dtype copy is gathered.
     gathered = None if stage.gather is Gather.AT_USE else loss.compute_copies(loss.leaves, params)
     frozen = frozen if stage.gather is Gather.AT_USE else loss.compute_copies(loss.frozen_leaves, frozen)
@@ -276,7 +276,7 @@ def local_gradients(
         weight = jax.lax.psum(weight, axes)
         return scale / jnp.where(weight == 0, 1.0, weight)
 
-    gradient = jax.value_and_grad(loss.rematerialised(objective, uses), has_aux=True)
+    gradient = jax.value_and_grad(loss.rematerialised(objective), has_aux=True)
 
     def micro_batch(
         shared: Any, i: jax.Array | int, batch: Any, rows: Any
@@ -391,6 +391,7 @@ def local_loss(
     """Loss sums without gradients, over all devices: parameters are gathered where they are used."""
     key = jax.random.fold_in(jax.random.wrap_key_data(key_data), shard_index[0])
     uses, n = loss.find_uses(variables, key, batch), len(loss.leaves)
+    loss.tell_uses(uses)
     loss = loss.knowing(uses)
     used = lambda leaves, values, uses: loss.at_use(leaves, loss.shards(leaves, values), None, uses)
     trained = used(loss.leaves, params, uses.params[:n])

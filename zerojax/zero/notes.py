@@ -36,5 +36,5 @@ def _notes(i: int, leaf: Leaf, layout: Layout, stage: Stage, uses: Uses | None, 
         yield f"gathered when the model is entered: {why}"
     elif not all(use.in_remat) and (uses.remats if layout.adapter.finds_uses else any(use.in_remat)):
         yield "gathered outside of the model's remat: whole from its use to its gradient"
-    elif layout.adapter.finds_uses and not uses.remats and any(len(shape) < len(leaf.shape) for shape in use.shapes):
+    elif layout.adapter.finds_uses and not all(use.in_remat) and any(len(x) < len(leaf.shape) for x in use.given):
         yield "gathered again for all layers at once in the backward pass: the layers have no remat of their own"

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.errors import UserError, shown
 from zerojax.mesh import data_axes, data_parallel_size
 from zerojax.precision import Precision
+from zerojax.remat import Policy, Remat
 from zerojax.weighted import Weighted
 from zerojax.zero.gradients import LocalLoss, local_gradients, local_loss, local_micro_loss
 from zerojax.zero.loss_scale import scale_of
@@ -36,7 +37,7 @@ class Settings:
     precision: Precision
     micro_batches: int
     clip_norm: float | None
-    remat: Callable[..., bool] | None
+    remat: Remat | Policy | None
     batch_statistics: str
 
 

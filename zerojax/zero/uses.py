@@ -26,12 +26,14 @@ class Use:
 
     Attributes:
       shapes: the shape that each gather point sees; without the leading dimensions that a scan or vmap walks along.
+      given: the shape of which that is a part, without those that a scan walks along.
       in_remat: whether each of them lies inside a `jax.checkpoint` of the model's own.
       in_norm: whether each of them lies inside a normalisation that is known only where it runs, as Linen's.
       outside: the name of an operation that takes the parameter outside of a gather point, or `None`.
     """
 
     shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    given: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     in_remat: list[bool] = dataclasses.field(default_factory=list)
     in_norm: list[bool] = dataclasses.field(default_factory=list)
     outside: str | None = None
@@ -39,7 +41,12 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Uses:
-    """How a loss uses its parameters, in their order, and whether it rematerialises by itself."""
+    """How a loss uses its parameters.
+
+    Attributes:
+      params: each of them, in their order.
+      remats: whether the loss rematerialises a part of itself.
+    """
 
     params: tuple[Use, ...]
     remats: bool
@@ -113,6 +120,7 @@ def _note_use(use: Use, seen: tuple[int, ...], given: tuple[int, ...], in_remat:
     if kept != [tuple(range(len(given) - len(seen), len(given)))]:  # vmap may walk along any dimension
         _note_outside([use], "vmap")
     use.shapes.append(seen)
+    use.given.append(given)
     use.in_remat.append(in_remat)
 
 

@@ -16,6 +16,7 @@ from zerojax.errors import UserError, shown
 from zerojax.mesh import SHARD_AXIS, as_zero_mesh, data_axes, data_parallel_size
 from zerojax.paths import path_name, require_matches
 from zerojax.precision import Precision
+from zerojax.remat import Policy, Remat
 from zerojax.zero.loss_scale import initial_state
 from zerojax.zero.notes import leaf_notes
 from zerojax.zero.partition import Leaf, cut_of
@@ -41,7 +42,9 @@ class Zero:
       precision: "fp32", "bf16", "fp16", a list such as "bf16,reduce=float32" (see `Precision.of`), or a `Precision`.
       micro_batches: number of parts that each device's rows of a batch are computed in, their gradients accumulated.
       clip_norm: the global L2 norm that gradients are scaled down to, or `None`. The reported norm is the one before.
-      remat: a policy of `jax.checkpoint_policies` applied to the whole loss, or `None` to leave that to the model.
+      remat: what the backward pass computes again instead of keeping it: "full", "dots", "offload" or "none", or a
+        `Remat`, for each block of the model by itself; a policy of `jax.checkpoint_policies`, for the whole loss; or
+        `None` to leave that to the model.
       min_shard_size: leaves with fewer elements stay whole on every device.
       trainable: which parameters are trained: a function of a parameter's path ("blocks/mlp/up/kernel") and the
         parameter, or for an NNX model an NNX filter such as `nnx.LoRAParam`; all of them by default. The others have no
@@ -69,7 +72,7 @@ class Zero:
     precision: str | Precision = "fp32"
     micro_batches: int = 1
     clip_norm: float | None = None
-    remat: Callable[..., bool] | None = None
+    remat: str | Remat | Policy | None = None
     min_shard_size: int = 1024
     trainable: Any = None
     per_example: Any = None
@@ -83,8 +86,9 @@ class Zero:
         _check("min_shard_size", self.min_shard_size, numbers.Integral, lambda n: n >= 0, "an integer of at least 0")
         if self.clip_norm is not None:
             _check("clip_norm", self.clip_norm, numbers.Real, lambda norm: norm > 0, "a positive number, or None")
-        if self.remat is not None and not callable(self.remat):
-            raise UserError(f"remat is {shown(self.remat)}; accepted: a policy of jax.checkpoint_policies, or None")
+        remat = Remat.of(self.remat)
+        if isinstance(remat, Remat):
+            remat.check_devices(as_zero_mesh(self.mesh).devices.flat)
         if self.batch_statistics not in ("global", "per_device"):
             raise UserError(f"batch_statistics is {shown(self.batch_statistics)}; accepted: 'global' or 'per_device'")
 
@@ -100,7 +104,8 @@ class Zero:
 
     @property
     def _step_settings(self) -> Settings:
-        return Settings(self.row, self.policy, self.micro_batches, self.clip_norm, self.remat, self.batch_statistics)
+        remat = Remat.of(self.remat)
+        return Settings(self.row, self.policy, self.micro_batches, self.clip_norm, remat, self.batch_statistics)
 
     def init(
         self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation, seed: int = 0

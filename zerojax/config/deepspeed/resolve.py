@@ -93,6 +93,7 @@ def resolve(
         precision=_precision(raw),
         gradient_clipping=float(raw.get("gradient_clipping")),
         min_shard_size=raw.values.get(THRESHOLD) if stage == 3 else None,
+        offload_activations=raw.get("activation_checkpointing.cpu_checkpointing"),
         mesh_axes=_mesh_axes(raw, world_size),
         optimizer=optimizer,
         scheduler=scheduler,

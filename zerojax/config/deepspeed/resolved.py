@@ -38,6 +38,7 @@ class DeepSpeedConfig:
       precision: dtypes and loss scale.
       gradient_clipping: the global L2 norm that gradients are scaled down to; 0 for none.
       min_shard_size: parameters with fewer elements stay whole; `None` for `Zero`'s default.
+      offload_activations: whether what the backward pass needs waits in the host's memory.
       mesh_axes: "replica" and "data" of `make_mesh`, or `None` for all devices on one axis.
       optimizer: the optimizer, or `None`.
       scheduler: the learning rate's schedule, or `None`.
@@ -56,6 +57,7 @@ class DeepSpeedConfig:
     precision: Precision
     gradient_clipping: float
     min_shard_size: int | None
+    offload_activations: bool
     mesh_axes: Mapping[str, int] | None
     optimizer: Named | None
     scheduler: Named | None
@@ -91,6 +93,8 @@ class DeepSpeedConfig:
             "micro_batches": self.batch.steps,
             "clip_norm": self.gradient_clipping or None,
         }
+        if self.offload_activations:
+            settings["remat"] = "offload"
         return settings if self.min_shard_size is None else {**settings, "min_shard_size": self.min_shard_size}
 
     @property

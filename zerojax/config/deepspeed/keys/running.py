@@ -20,7 +20,7 @@ from zerojax.config.deepspeed.keys.key import (
 )
 
 _OTHER_MONITORS = "set `tensorboard` or `csv_monitor`"
-_REMAT = "the model says with `jax.checkpoint` what it computes again, or `Zero.remat` for the whole loss"
+_REMAT = "`Zero.remat` and the model say what is computed again; `Remat.every` chooses every n-th block"
 _ON_SAVE = "every process writes the shards it holds"
 
 # Where the figures go.
@@ -155,11 +155,11 @@ ACTIVATIONS: tuple[Key, ...] = section(
     "activation_checkpointing",
     "",
     needless("partition_activations", FLAG, False, "a device holds the activations of its own rows alone"),
-    refused(
+    honoured(
         "cpu_checkpointing",
         FLAG,
         False,
-        "give `Zero.remat` a policy of `jax.checkpoint_policies` that offloads",
+        '`Zero.remat = "offload"`: what the backward pass needs of matrix products waits in the host\'s memory',
     ),
     needless("contiguous_memory_optimization", FLAG, False, "XLA allocates the activations of the compiled step"),
     needless("synchronize_checkpoint_boundary", FLAG, False, "the step is one compiled program"),
