@@ -160,6 +160,33 @@ def test_small_parameters_stay_whole_at_stage_3_as_far_as_it_is_given():
     assert below.notes == ("zero_optimization.stage3_param_persistence_threshold = 50000: read at stage 3 alone",)
 
 
+@pytest.mark.parametrize(
+    ("keys", "offload"),
+    [
+        ({"offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.5}}, ("optimizer",)),
+        ({"offload_param": {"device": "cpu"}}, ("params",)),
+        ({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "CPU"}}, ("optimizer", "params")),
+        ({"cpu_offload": True, "cpu_offload_param": True}, ("optimizer", "params")),
+        ({"offload_optimizer": {"device": "none"}, "cpu_offload_param": False}, ()),
+        ({"offload_optimizer": {"device": "auto"}, "offload_param": {"device": None}}, ()),
+    ],
+)
+def test_offload(keys, offload):
+    config = settings(**zero(stage=3, **keys))
+    assert config.offload == config.zero_arguments.get("offload", ()) == offload
+
+
+def test_offload_where_deepspeed_reads_it():
+    keys = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    assert settings(**zero(stage=1, **keys)).offload == ("optimizer",)
+    assert settings(**zero(stage=0, **keys)).notes == (
+        "zero_optimization.offload_optimizer.device = 'cpu': read at stages 1 to 3 alone",
+        "zero_optimization.offload_param.device = 'cpu': read at stage 3 alone",
+    )
+    old = settings(**zero(stage=2, cpu_offload_param=True))
+    assert old.offload == () and old.notes == ("zero_optimization.cpu_offload_param = True: read at stage 3 alone",)
+
+
 def test_mics_partitions_within_groups_of_neighbouring_devices():
     config = settings(8, **zero(stage=3, mics_shard_size=4))
     mesh = config.zero_arguments["mesh"]
@@ -198,9 +225,12 @@ def test_logs_printing_and_data():
 @pytest.mark.parametrize(
     "config, key, instead",
     [
-        (zero(offload_optimizer={"device": "cpu"}), "zero_optimization.offload_optimizer.device", "stage 3"),
-        (zero(offload_param={"device": "nvme", "nvme_path": "/x"}), "zero_optimization.offload_param.device", "remat"),
-        (zero(cpu_offload=True), "zero_optimization.cpu_offload", "stage 3"),
+        (zero(offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device", "host memory"),
+        (
+            zero(offload_param={"device": "nvme", "nvme_path": "/x"}),
+            "zero_optimization.offload_param.device",
+            "'none' or 'cpu'",
+        ),
         (zero(zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients", "bf16"),
         (zero(zero_hpz_partition_size=8), "zero_optimization.zero_hpz_partition_size", "mics_shard_size"),
         (zero(zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow", "leave it out"),
@@ -400,6 +430,7 @@ def test_a_section_without_its_type(section):
 
 # A value other than the default for each key that is honoured, so that none is read and then forgotten.
 OTHERS = {
+    "activation_checkpointing.cpu_checkpointing": True,
     "train_batch_size": 16,
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 4,
@@ -407,6 +438,10 @@ OTHERS = {
     "zero_optimization.stage": 1,
     "zero_optimization.mics_shard_size": 2,
     "zero_optimization.stage3_param_persistence_threshold": 7,
+    "zero_optimization.offload_optimizer.device": "cpu",
+    "zero_optimization.offload_param.device": "cpu",
+    "zero_optimization.cpu_offload": True,
+    "zero_optimization.cpu_offload_param": True,
     "fp16.enabled": True,
     "fp16.loss_scale": 8,
     "fp16.initial_scale_power": 8,

@@ -21,6 +21,7 @@ CONFIG = {
         "stage": 3,
         "mics_shard_size": 4,
         "overlap_comm": True,
+        "offload_optimizer": {"device": "cpu"},
         "stage3_param_persistence_threshold": 10,
     },
     "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.9, 0.95], "torch_adam": True}},

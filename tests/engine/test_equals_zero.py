@@ -66,3 +66,16 @@ def test_train_batch_is_the_loop(setting, engines):
     tiny.assert_same(engine.module_state_dict(), params)
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == counts
     assert counts == (3, 3 * accumulation, 24 * accumulation)
+
+
+def test_offloaded_states_train_the_same(engines):
+    cpu = {"device": "cpu", "pin_memory": True}
+    found = []
+    for offload in ({}, {"offload_optimizer": cpu, "offload_param": cpu}):
+        engine = engines(tiny.config(3, 3, zero_optimization={"stage": 3, **offload}))
+        losses = [tiny.train(engine, group) for group in groups(3)]
+        found.append((losses, engine.get_global_grad_norm(), engine.module_state_dict()))
+        kinds = {x.sharding.memory_kind for x in (engine.state.params["up"], engine.state.opt_state[0].mu["up"])}
+        assert kinds == {"pinned_host" if offload else "device"}
+    assert found[0][:2] == found[1][:2]
+    tiny.assert_same(found[0][2], found[1][2])

@@ -61,4 +61,4 @@ def whole_leaves(state: State) -> Iterator[tuple[str, jax.Array]]:
 
 @functools.lru_cache(maxsize=8)
 def _gathering(whole: Any) -> Any:
-    return jax.jit(lambda x: x, out_shardings=whole)
+    return jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device), out_shardings=whole)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
@@ -27,6 +28,7 @@ from zerojax.weights.files import (
 from zerojax.weights.formats import format_of
 from zerojax.weights.pieces import Piece, pieces_of
 from zerojax.weights.targets import Parameter, target_of
+from zerojax.zero.partition import PINNED_HOST
 
 TEMPORARY = ".tmp"
 
@@ -95,11 +97,19 @@ def _dtype(asked: Any, own: np.dtype) -> np.dtype:
 
 def _tensors(parameter: Parameter, piece: Piece, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of a piece by name, whole on this host."""
-    part = parameter.array if piece.layer is None else parameter.array[piece.layer]
+    array = _on_device(parameter.array)
+    part = array if piece.layer is None else array[piece.layer]
     shape = parameter.shape if piece.layer is None else parameter.shape[1:]
     whole = np.asarray(part) if part.is_fully_addressable else multihost_utils.process_allgather(part, tiled=True)
     whole = whole[tuple(slice(0, n) for n in shape)].astype(dtype, copy=False)
     yield from zip(piece.tensors, piece.transform.split(whole), strict=True)
+
+
+def _on_device(array: jax.Array) -> jax.Array:
+    """The array in device memory, where it can be sliced and gathered."""
+    if array.sharding.memory_kind != PINNED_HOST:
+        return array
+    return jax.device_put(array, array.sharding.with_memory_kind("device"))
 
 
 class _Writer:

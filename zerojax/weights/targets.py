@@ -92,6 +92,7 @@ def _new_opt_state(state: State, params: Any) -> Any:
         leaf.delete()
 
     def init(params: Any) -> Any:
-        return layout.store("opt_state", layout.optimizer.init(layout.view("params", params)))
+        params = layout.view("params", layout.fetch("params", params))
+        return layout.store("opt_state", layout.optimizer.init(params))
 
     return jax.jit(init, out_shardings=layout.shardings.opt_state)(params)

@@ -34,7 +34,7 @@ def model_states(
     *,
     compute: float = 2,
     gradient: int = 2,
-    master: int = 4,
+    master: float = 4,
     optimizer: float = 8,
 ) -> ModelStates:
     """The paper's model states (figure 1): 16P at stage 0, 4P + 12P/N, 2P + 14P/N and 16P/N at 1, 2 and 3 by default.

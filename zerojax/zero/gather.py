@@ -62,7 +62,7 @@ class Point:
     """What a gather point needs to know of its parameter.
 
     Attributes:
-      cut: where the parameter is cut.
+      cut: where the parameter is cut, if it is.
       compute: dtype in which it is gathered and computed with.
       reduce: dtype in which its gradient is summed; `None` for the gradient's own.
     """
@@ -73,6 +73,8 @@ class Point:
 
     def gather(self, shard: jax.Array) -> jax.Array:
         """The whole leaf in the compute dtype; the narrower of that and its own goes over the wire."""
+        if self.cut.dim is None:
+            return shard.astype(self.compute)
         dim = self.cut.axis(shard.ndim)
         if shard.dtype.itemsize > self.compute.itemsize:
             shard = shard.astype(self.compute)
@@ -80,7 +82,10 @@ class Point:
         return self.cut.unpad(whole.astype(self.compute))
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
-        """This device's part of the sum over devices of a whole leaf's gradient."""
+        """This device's part of the sum over devices of a whole leaf's gradient; of a leaf that is not cut, its own
+        gradient, which is summed at the end of the backward pass."""
+        if self.cut.dim is None:
+            return gradient
         gradient = self.cut.pad(gradient.astype(self.reduce or gradient.dtype))
         dim = self.cut.axis(gradient.ndim)
         return jax.lax.psum_scatter(gradient, SHARD_AXIS, scatter_dimension=dim, tiled=True)
@@ -106,6 +111,17 @@ class UseGathered:
         return _use_gathered(self.point, shard, whole)
 
 
+@dataclasses.dataclass(frozen=True)
+class FetchAtUse:
+    """Stage 3, for a shard in host memory: it comes to the device and becomes the whole leaf there; its gradient is
+    reduced and scattered to the zeros on the device that stand for it, of which nothing is read."""
+
+    point: Point
+
+    def __call__(self, zeros: jax.Array, shard: jax.Array) -> jax.Array:
+        return checkpoint_name(_fetch_at_use(self.point, zeros, shard), GATHERED)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather_at_use(point: Point, shard: jax.Array) -> jax.Array:
     return point.gather(shard)
@@ -117,13 +133,19 @@ def _use_gathered(point: Point, shard: jax.Array, whole: jax.Array) -> jax.Array
     return whole
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fetch_at_use(point: Point, zeros: jax.Array, shard: jax.Array) -> jax.Array:
+    del zeros
+    return point.gather(jax.device_put(shard, jax.memory.Space.Device))
+
+
 def _empty_like(shard: jax.Array) -> jax.Array:
     """Carries a dtype to the backward pass in no bytes."""
     return jnp.zeros((0,), shard.dtype)
 
 
 def _scattered(point: Point, like: jax.Array, gradient: jax.Array) -> jax.Array:
-    if _loss_runs.get():
+    if _loss_runs.get() and point.cut.dim is not None:
         raise UserError(
             "loss_fn itself takes a gradient with respect to parameters that are in shards; accepted: stage 0 or 1, "
             "or gradients with respect to arrays made from the parameters"
@@ -134,6 +156,13 @@ def _scattered(point: Point, like: jax.Array, gradient: jax.Array) -> jax.Array:
 _gather_at_use.defvjp(
     lambda point, shard: (point.gather(shard), _empty_like(shard)),
     lambda point, like, gradient: (_scattered(point, like, gradient),),
+)
+_fetch_at_use.defvjp(
+    lambda point, zeros, shard: (
+        point.gather(jax.device_put(shard, jax.memory.Space.Device)),
+        _empty_like(zeros),
+    ),
+    lambda point, like, gradient: (_scattered(point, like, gradient), None),
 )
 _use_gathered.defvjp(
     lambda point, shard, whole: (whole, _empty_like(shard)),

@@ -15,7 +15,7 @@ from zerojax.mesh import REPLICA_AXIS, data_axes
 from zerojax.precision import Precision
 from zerojax.remat import Policy, Remat
 from zerojax.weighted import Weighted
-from zerojax.zero.gather import GatherAtUse, Point, UseGathered, loss_running
+from zerojax.zero.gather import FetchAtUse, GatherAtUse, Point, UseGathered, loss_running
 from zerojax.zero.partition import Leaf
 from zerojax.zero.plan import Plan, make_plan
 from zerojax.zero.stages import Gather, Reduce, Stage
@@ -86,38 +86,49 @@ class LocalLoss:
 
     def compute_copies(self, leaves: Sequence[Leaf], params: Sequence[jax.Array]) -> list[jax.Array]:
         """The whole parameters as the model sees them."""
-        return [
-            self.point(leaf).gather(p) if leaf.cut.dim is not None else p.astype(self.compute_of(leaf))
-            for leaf, p in zip(leaves, params, strict=True)
-        ]
+        return [self.point(leaf).gather(leaf.fetch(p)) for leaf, p in zip(leaves, params, strict=True)]
 
-    def shards(self, leaves: Sequence[Leaf], params: Sequence[jax.Array]) -> list[jax.Array]:
-        """What gradients are taken of where they are reduced at use: shards of cut leaves, compute copies of others."""
-        return [
-            p if leaf.cut.dim is not None else p.astype(self.compute_of(leaf))
-            for leaf, p in zip(leaves, params, strict=True)
-        ]
+    def operands(
+        self, leaves: Sequence[Leaf], params: Sequence[jax.Array], gathered: Sequence[jax.Array] | None = None
+    ) -> list[jax.Array]:
+        """What gradients are taken of where they are reduced at use: shards of cut leaves, compute copies of others.
+
+        In the place of what has to be fetched at its use stand zeros, which are never read and so take no memory.
+        """
+
+        def operand(i: int, leaf: Leaf, p: jax.Array) -> jax.Array:
+            if leaf.cut.dim is not None:
+                return jnp.zeros(p.shape, p.dtype) if leaf.offloaded else p
+            if gathered is not None:
+                return gathered[i]
+            compute = self.compute_of(leaf)
+            return jnp.zeros(p.shape, compute) if leaf.offloaded else p.astype(compute)
+
+        return [operand(i, leaf, p) for i, (leaf, p) in enumerate(zip(leaves, params, strict=True))]
 
     def at_use(
         self,
         leaves: Sequence[Leaf],
+        operands: Sequence[jax.Array],
         params: Sequence[jax.Array],
         gathered: Sequence[jax.Array] | None,
         uses: Sequence[Use],
     ) -> list[Any]:
-        """The model's parameters from operands: cut leaves made whole where they are used, others as they are."""
+        """The model's parameters from operands: leaves that wait made whole where they are used, others as they are."""
 
         def present(i: int, leaf: Leaf, operand: jax.Array) -> Any:
-            if leaf.cut.dim is None:
+            if leaf.cut.dim is None and (gathered is not None or not leaf.offloaded):
                 return operand
-            if gathered is None:
-                regathers = not any(uses[i].in_remat)
-                deferred = Deferred((operand,), GatherAtUse(self.point(leaf)), regathers)
+            point, regathers = self.point(leaf), not any(uses[i].in_remat)
+            if gathered is not None:
+                deferred = Deferred((operand, gathered[i]), UseGathered(point))
+            elif leaf.offloaded:
+                deferred = Deferred((operand, params[i]), FetchAtUse(point), regathers)
             else:
-                deferred = Deferred((operand, gathered[i]), UseGathered(self.point(leaf)))
+                deferred = Deferred((operand,), GatherAtUse(point), regathers)
             return deferred.read() if on_entry(leaf, uses[i]) else deferred
 
-        return [present(i, leaf, operand) for i, (leaf, operand) in enumerate(zip(leaves, params, strict=True))]
+        return [present(i, leaf, operand) for i, (leaf, operand) in enumerate(zip(leaves, operands, strict=True))]
 
     def run(
         self, params: Sequence[Any], frozen: Sequence[Any], variables: Any, key: jax.Array, batch: Any
@@ -174,7 +185,7 @@ def norms_of(leaves: Sequence[Leaf], uses: Uses) -> frozenset[str]:
 
 
 def on_entry(leaf: Leaf, use: Use) -> bool:
-    """Whether a cut leaf has to be whole before the model runs, since something other than a gather point sees it."""
+    """Whether a leaf has to be whole before the model runs, since something other than a gather point sees it."""
     return use.outside is not None or any(not leaf.cut.survives(leaf.shape, seen) for seen in use.shapes)
 
 
@@ -257,15 +268,15 @@ def local_gradients(
     frozen = frozen if stage.gather is Gather.AT_USE else loss.compute_copies(loss.frozen_leaves, frozen)
     # Place 3: the backward pass reduces a gradient where its parameter was used, if the stage says so.
     uses = found if reduces_at_use else None
-    operands = gathered if uses is None and gathered is not None else loss.shards(loss.leaves, params)
+    operands = gathered if uses is None and gathered is not None else loss.operands(loss.leaves, params, gathered)
 
     def objective(operands: Sequence[jax.Array], variables: Any, key: jax.Array, batch: Any) -> Any:
         model_params, model_frozen = operands, frozen
         if uses is not None:
-            model_params = loss.at_use(loss.leaves, operands, gathered, uses.params[:n])
+            model_params = loss.at_use(loss.leaves, operands, params, gathered, uses.params[:n])
             if stage.gather is Gather.AT_USE:
-                shards = loss.shards(loss.frozen_leaves, frozen)
-                model_frozen = loss.at_use(loss.frozen_leaves, shards, None, uses.params[n:])
+                shards = loss.operands(loss.frozen_leaves, frozen)
+                model_frozen = loss.at_use(loss.frozen_leaves, shards, frozen, None, uses.params[n:])
         total, outcome = loss.run(model_params, model_frozen, variables, key, batch)
         return total * lift_of(outcome.loss.weight), outcome
 
@@ -393,7 +404,7 @@ def local_loss(
     uses, n = loss.find_uses(variables, key, batch), len(loss.leaves)
     loss.tell_uses(uses)
     loss = loss.knowing(uses)
-    used = lambda leaves, values, uses: loss.at_use(leaves, loss.shards(leaves, values), None, uses)
+    used = lambda leaves, values, uses: loss.at_use(leaves, loss.operands(leaves, values), values, None, uses)
     trained = used(loss.leaves, params, uses.params[:n])
     _, outcome = loss.run(trained, used(loss.frozen_leaves, frozen, uses.params[n:]), variables, key, batch)
     return jax.lax.psum((outcome.loss, outcome.aux), data_axes(loss.layout.mesh))

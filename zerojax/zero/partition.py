@@ -13,6 +13,8 @@ from zerojax.mesh import SHARD_AXIS
 # The first dimension may be a stack of layers that a scan walks along, which no device can walk over shards of.
 LEADING_DIM_COST = 0.1
 
+PINNED_HOST = "pinned_host"  # JAX's name of host memory that a device copies from by itself
+
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
@@ -80,7 +82,7 @@ def cut_of(shape: tuple[int, ...], shards: int, min_shard_size: int) -> Cut:
     >>> cut_of((255,), shards=8, min_shard_size=1024).dim is None
     True
     """
-    if shards == 1 or not shape or math.prod(shape) < max(min_shard_size, 1):
+    if shards == 1 or not is_large(shape, min_shard_size):
         return WHOLE
 
     def cost(i: int) -> tuple[float, int, int]:
@@ -89,6 +91,15 @@ def cut_of(shape: tuple[int, ...], shards: int, min_shard_size: int) -> Cut:
 
     i = min(range(len(shape)), key=cost)
     return Cut(i - len(shape), shape[i], math.ceil(shape[i] / shards) * shards)
+
+
+def is_large(shape: tuple[int, ...], min_shard_size: int) -> bool:
+    """Whether a leaf is worth a cut or a place in host memory.
+
+    >>> is_large((32, 32), 1024), is_large((255,), 1024), is_large((), 0)
+    (True, False, False)
+    """
+    return shape != () and math.prod(shape) >= max(min_shard_size, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +113,7 @@ class Leaf:
       cut: where it is cut.
       batch_axes: of a leaf with a row for each example, the mesh axes that its first dim is split over with the batch.
       in_norm: of a parameter, whether it belongs to a normalisation (see `Parts`).
+      offloaded: whether it lies in pinned host memory between steps.
     """
 
     name: str
@@ -110,6 +122,7 @@ class Leaf:
     cut: Cut = WHOLE
     batch_axes: tuple[str, ...] = ()
     in_norm: bool = False
+    offloaded: bool = False
 
     @property
     def path(self) -> str:
@@ -132,17 +145,32 @@ class Leaf:
     def spec(self) -> PartitionSpec:
         return PartitionSpec(self.batch_axes) if self.batch_axes else self.cut.spec(len(self.shape))
 
+    @property
+    def waits(self) -> bool:
+        """Whether something has to be done before a device can compute with the whole leaf."""
+        return self.cut.dim is not None or self.offloaded
+
     def sharding(self, mesh: Mesh) -> NamedSharding:
-        return NamedSharding(mesh, self.spec)
+        """Where the stored leaf lies between steps."""
+        return NamedSharding(mesh, self.spec, memory_kind=PINNED_HOST if self.offloaded else None)
 
     def store(self, x: jax.Array, mesh: Mesh) -> jax.Array:
-        """The stored form of a logical array, in the leaf's dtype and shards, without a weak type."""
+        """The stored form of a logical array, in the leaf's dtype and shards, without a weak type, on the device."""
         if not jnp.issubdtype(self.dtype, jax.dtypes.extended):  # a typed key has nothing to convert
             x = jax.lax.convert_element_type(x, self.dtype)
-        return jax.lax.with_sharding_constraint(self.cut.pad(x), self.sharding(mesh))
+        return jax.lax.with_sharding_constraint(self.cut.pad(x), NamedSharding(mesh, self.spec))
 
     def view(self, x: jax.Array, mesh: Mesh) -> jax.Array:
-        """The logical array of a stored one; where padding is cut off, the compiler keeps the shards where they are."""
+        """The logical array of a stored one on the device; where padding is cut off, the compiler keeps the shards
+        where they are."""
         if self.cut.padded == self.cut.size:
             return x
-        return jax.lax.with_sharding_constraint(self.cut.unpad(x), self.sharding(mesh))
+        return jax.lax.with_sharding_constraint(self.cut.unpad(x), NamedSharding(mesh, self.spec))
+
+    def fetch(self, x: jax.Array) -> jax.Array:
+        """On the device, what lies where the leaf does between steps; inside of `shard_map` too."""
+        return jax.device_put(x, jax.memory.Space.Device) if self.offloaded else x
+
+    def send(self, x: jax.Array, mesh: Mesh) -> jax.Array:
+        """The reverse of `fetch`, for a stored leaf as a global array."""
+        return jax.device_put(x, self.sharding(mesh)) if self.offloaded else x

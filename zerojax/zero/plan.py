@@ -92,7 +92,7 @@ def gathered_sizes(leaves: Sequence[Leaf], uses: Uses) -> set[int]:
         for leaf, use in zip(leaves, uses.params, strict=True)
         for ndim in (*map(len, use.shapes), len(leaf.shape))
         for shape in (leaf.shape, leaf.stored_shape)
-        if leaf.cut.dim is not None
+        if leaf.waits
     }
 
 

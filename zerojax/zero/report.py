@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -13,6 +13,9 @@ from zerojax.paths import path_name
 from zerojax.precision import Precision
 from zerojax.zero import formulas
 from zerojax.zero.collectives import Collective, mesh_axes, read_collectives
+from zerojax.zero.turns import AT_ONCE, Turn
+
+NAMES = {"parameters": "master parameters", "frozen": "frozen parameters", "optimizer": "optimizer state"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +59,11 @@ class Report:
       mesh: size of each mesh axis.
       micro_batches: M.
       n_parameters: P, those that are trained, without padding.
-      parameters: master parameters, as stored between steps.
+      parameters: master parameters, as stored between steps on the device.
       frozen: parameters that are not trained, F bytes of them.
-      optimizer: the optimizer's state, as stored between steps.
+      optimizer: the optimizer's state, as stored between steps on the device.
+      host: what of these three is stored in host memory, for each device.
+      passing: of that, what the update has on the device at once.
       other: the rest of the state: step, rng, variables.
       gradients: the accumulated gradients, by formula: the compiler counts them among the temporaries.
       model_states: parameters in the compute dtype, gradients and stored state together, by formula.
@@ -82,6 +87,8 @@ class Report:
     parameters: Figure
     frozen: Figure
     optimizer: Figure
+    host: dict[str, Figure]
+    passing: Figure
     other: Figure
     gradients: Figure
     model_states: Figure
@@ -99,7 +106,7 @@ class Report:
 
     @property
     def state(self) -> Figure:
-        """All that is stored between steps."""
+        """All that is stored between steps on the device."""
         parts = (self.parameters, self.frozen, self.optimizer, self.other)
         return Figure(
             sum(part.bytes or 0 for part in parts),
@@ -141,13 +148,17 @@ class Report:
         state = self.state
         rows = [["memory", "bytes", "share", "ZeRO's formula", "", "ratio"]]
         for name, figure in (
-            ("master parameters", self.parameters),
-            *([("frozen parameters", self.frozen)] if self.frozen.bytes else []),
-            ("optimizer state", self.optimizer),
+            (NAMES["parameters"], self.parameters),
+            *([(NAMES["frozen"], self.frozen)] if self.frozen.bytes else []),
+            (NAMES["optimizer"], self.optimizer),
             ("other state", self.other),
             ("state between steps", state),
         ):
             rows.append([name, _human(figure.bytes), _share(figure.bytes, state.bytes), *_beside(figure)])
+        for name, figure in self.host.items():
+            rows.append([f"{NAMES[name]}, in host memory", _human(figure.bytes), "", *_beside(figure)])
+        if self.passing.bytes:
+            rows.append(["of it at once on the device in the update", _human(self.passing.bytes), "", "", "", ""])
         rows.append(["accumulated gradients, by formula", "", "", *_beside(self.gradients)])
         rows.append(["ZeRO's model states, by formula", "", "", *_beside(self.model_states)])
         compiled = (
@@ -195,6 +206,8 @@ def make_report(
     micro_batches: int = 1,
     kept: Set[str] = frozenset(),
     notes: Iterable[LeafNote] = (),
+    offloaded: Mapping[str, Any] | None = None,
+    turns: Sequence[Turn] = (),
 ) -> Report:
     """A report of a compiled step.
 
@@ -208,24 +221,31 @@ def make_report(
       micro_batches: M.
       kept: paths of parameters that the model sees in `precision.kept` in place of the compute dtype.
       notes: leaves to name.
+      offloaded: whether each leaf lies in host memory, in trees of the structure of params, frozen and opt_state under
+        these names; none of them by default.
+      turns: in which the update brings them to the device.
     """
     logical = state.layout.logical
     shards, replicas = mesh.shape[SHARD_AXIS], mesh.shape.get(REPLICA_AXIS, 1)
     n_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(logical["params"]))
-    over = "/N" if stage >= 1 else ""
-
-    def stored(tree: Any, whole: Any) -> Figure:
-        whole_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(whole))
-        each = whole_bytes / max(n_parameters, 1)
-        return Figure(
-            sum(map(_device_bytes, jax.tree.leaves(tree))),
-            formulas.stored(n_parameters, shards, stage, itemsize=each),
-            f"{each:.3g}P{over}",
+    frozen_bytes = _whole_bytes(jax.tree.leaves(logical["frozen"]))
+    units = {"params": ("P", n_parameters), "frozen": ("F", frozen_bytes), "opt_state": ("P", n_parameters)}
+    stored = {
+        field: _stored(
+            jax.tree.leaves(getattr(state, field)),
+            jax.tree.leaves(logical[field]),
+            jax.tree.leaves((offloaded or {}).get(field)),
+            *unit,
+            shards,
+            stage,
         )
-
-    parameters, optimizer = stored(state.params, logical["params"]), stored(state.opt_state, logical["opt_state"])
+        for field, unit in units.items()
+    }
+    (parameters, frozen, optimizer), in_host = zip(*stored.values(), strict=True)
+    host = {name: figure for name, figure in zip(NAMES, in_host, strict=True) if figure.bytes}
     compute, wire = (n / max(n_parameters, 1) for n in _seen(logical["params"], precision, kept))
-    frozen, frozen_sent = _frozen(state, logical["frozen"], shards, stage, precision, kept, micro_batches, over)
+    frozen_sent = _frozen_sent(logical["frozen"], shards, stage, precision, kept, micro_batches)
+    at_once = max((sum(turn.bytes for turn in turns[i : i + AT_ONCE]) for i in range(len(turns))), default=0)
     collectives = read_collectives(compiled.as_text())
     memory = compiled.memory_analysis()
     accumulate = precision.accumulate.itemsize
@@ -256,11 +276,23 @@ def make_report(
         parameters=parameters,
         frozen=frozen,
         optimizer=optimizer,
+        host=host,
+        passing=Figure(at_once / (shards if stage >= 1 else 1)),
         other=Figure(
-            sum(map(_device_bytes, jax.tree.leaves((state.step, state.variables, state.rng, state.loss_scale))))
+            sum(map(_shard_bytes, jax.tree.leaves((state.step, state.variables, state.rng, state.loss_scale))))
         ),
         gradients=gradients,
-        model_states=_model_states(parameters, optimizer, gradients, n_parameters, shards, stage, precision, compute),
+        model_states=_model_states(
+            parameters,
+            optimizer,
+            gradients,
+            n_parameters,
+            shards,
+            stage,
+            precision,
+            compute,
+            in_host="parameters" in host,
+        ),
         temporaries=memory.temp_size_in_bytes,
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
@@ -276,7 +308,7 @@ def make_report(
         ),
         collectives=collectives,
         notes=tuple(notes),
-        remarks=_remarks(mesh, precision, collectives),
+        remarks=_remarks(mesh, precision, collectives, host, turns),
     )
 
 
@@ -290,25 +322,41 @@ def _seen(logical: Any, precision: Precision, kept: Set[str]) -> tuple[int, int]
     return compute, wire
 
 
-def _frozen(
-    state: Any,
-    logical: Any,
+def _stored(
+    arrays: Sequence[Any],
+    logical: Sequence[Any],
+    offloaded: Sequence[bool],
+    unit: str,
+    n: float,
     shards: int,
     stage: int,
-    precision: Precision,
-    kept: Set[str],
-    micro_batches: int,
-    over: str,
-) -> tuple[Figure, float]:
-    """Bytes stored of frozen parameters, and what gathering them should send: no gradient of theirs is reduced."""
-    leaves = jax.tree.leaves(logical)
-    if not leaves:
-        return Figure(0), 0.0
-    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+) -> tuple[Figure, Figure]:
+    """Bytes on a device and in host memory for a device, of one field of the state.
+
+    By the formula, either is an N-th of the field. What is left on the device of an offloaded one are the leaves that
+    are too small for host memory, and those are too small to be cut.
+    """
+    offloaded = offloaded or [False] * len(arrays)
+
+    def figure(in_host: bool, stage: int) -> Figure:
+        there = [i for i, flag in enumerate(offloaded) if flag is in_host]
+        whole = _whole_bytes([logical[i] for i in there])
+        each = "" if unit == "F" and whole == n else f"{whole / max(n, 1):.3g}"
+        return Figure(
+            sum(_shard_bytes(arrays[i]) for i in there),
+            formulas.stored(whole, shards, stage, itemsize=1),
+            f"{each}{unit}{'/N' if stage >= 1 else ''}",
+        )
+
+    return figure(False, 0 if any(offloaded) else stage), figure(True, stage)
+
+
+def _frozen_sent(
+    logical: Any, shards: int, stage: int, precision: Precision, kept: Set[str], micro_batches: int
+) -> float:
+    """What gathering frozen parameters should send: no gradient of theirs is reduced."""
     _, wire = _seen(logical, precision, kept)
-    sent = formulas.communication(wire, shards, stage, micro_batches=micro_batches, compute=1).gather
-    stored = sum(map(_device_bytes, jax.tree.leaves(state.frozen)))
-    return Figure(stored, formulas.stored(whole, shards, stage, itemsize=1), f"F{over}"), sent
+    return formulas.communication(wire, shards, stage, micro_batches=micro_batches, compute=1).gather
 
 
 def _model_states(
@@ -320,9 +368,12 @@ def _model_states(
     stage: int,
     precision: Precision,
     compute: float,
+    *,
+    in_host: bool,
 ) -> Figure:
-    # Master parameters in the compute dtype are their own compute copy, unless it is gathered whole beside them.
-    own_copy = precision.compute == precision.master and stage in (0, 3)
+    # Master parameters in the compute dtype are their own compute copy, unless it is gathered whole beside them, or
+    # fetched whole from host memory.
+    own_copy = precision.compute == precision.master and (stage == 3 or (stage == 0 and not in_host))
     compute = 0 if own_copy else compute
     share = shards if stage >= 1 else 1
     states = formulas.model_states(
@@ -331,15 +382,20 @@ def _model_states(
         stage,
         compute=compute,
         gradient=precision.accumulate.itemsize,
-        master=precision.master.itemsize,
+        master=(parameters.expected or 0) * share / max(n, 1),
         optimizer=(optimizer.expected or 0) * share / max(n, 1),
     )
     copy = [] if own_copy else [f"{compute:.3g}P{'/N' if stage >= 3 else ''}"]
-    return Figure(None, states.total, " + ".join([*copy, gradients.formula, parameters.formula, optimizer.formula]))
+    words = [*copy, gradients.formula, parameters.formula, optimizer.formula]
+    return Figure(None, states.total, " + ".join(filter(None, words)))
 
 
-def _device_bytes(leaf: Any) -> int:
-    """Bytes of a global array that one device holds."""
+def _whole_bytes(logical: Sequence[Any]) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in logical)
+
+
+def _shard_bytes(leaf: Any) -> int:
+    """Bytes of a global array that one device holds, or has in host memory."""
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
@@ -350,8 +406,21 @@ def _traffic_words(stage: int, micro_batches: int, replicas: int) -> tuple[str, 
     return gather, reduce + (" + all-reduce of P/N" if replicas > 1 and stage >= 1 else "")
 
 
-def _remarks(mesh: Mesh, precision: Precision, collectives: Sequence[Collective]) -> tuple[str, ...]:
+def _remarks(
+    mesh: Mesh,
+    precision: Precision,
+    collectives: Sequence[Collective],
+    host: Mapping[str, Figure],
+    turns: Sequence[Turn],
+) -> tuple[str, ...]:
     remarks = []
+    if turns:
+        times = f"in {len(turns)} turns" if len(turns) > 1 else "all at once: the optimizer ties its leaves together"
+        remarks.append(f"The update brings what is in host memory to the device {times}.")
+    if host and mesh.devices.flat[0].platform == "cpu":
+        remarks.append("XLA's CPU compiler counts host memory among the arguments and outputs of the device.")
+    if host and not mesh.local_devices[0].addressable_memories():
+        remarks.append("These devices list no memories: the step is compiled with all of its state on the device.")
     if mesh.devices.flat[0].platform == "cpu" and precision.compute.name == "bfloat16":
         remarks.append("XLA's CPU compiler widens bfloat16 collectives to float32; bytes sent are as compiled.")
     if any(c.note for c in collectives):

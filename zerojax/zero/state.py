@@ -64,6 +64,19 @@ class Layout:
         """The logical arrays of a stored tree of a field of the state."""
         return jax.tree.map(lambda leaf, x: leaf.view(x, self.mesh), self.leaves[field], tree)
 
+    def fetch(self, field: str, tree: Any) -> Any:
+        """A stored tree of a field of the state in device memory, wherever it lies between steps."""
+        return jax.tree.map(lambda leaf, x: leaf.fetch(x), self.leaves[field], tree)
+
+    def send(self, field: str, tree: Any) -> Any:
+        """A stored tree of a field of the state where it lies between steps."""
+        return jax.tree.map(lambda leaf, x: leaf.send(x, self.mesh), self.leaves[field], tree)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether some leaves lie in host memory between steps."""
+        return any(leaf.offloaded for leaf in jax.tree.leaves(self.leaves))
+
     @property
     def param_leaves(self) -> list[Leaf]:
         """Of the parameters that are trained."""

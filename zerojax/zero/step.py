@@ -21,6 +21,7 @@ from zerojax.zero.gradients import LocalLoss, local_gradients, local_loss, local
 from zerojax.zero.loss_scale import scale_of
 from zerojax.zero.stages import Stage
 from zerojax.zero.state import Layout, State
+from zerojax.zero.turns import Turn
 from zerojax.zero.update import apply_update
 from zerojax.zero.uses import Uses
 
@@ -47,6 +48,7 @@ class Step(abc.ABC):
     Attributes:
       settings: of the loss and of the update.
       uses: how the loss uses the parameters, for each layout that was traced at stages 2 and 3.
+      turns: in which turns the update brings offloaded leaves to the device, for each such layout that was traced.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], settings: Settings):
@@ -55,6 +57,7 @@ class Step(abc.ABC):
         self.loss_fn, self.settings = loss_fn, settings
         self.jitted = functools.cache(self._jit)
         self.uses: dict[Layout, Uses] = {}
+        self.turns: dict[Layout, tuple[Turn, ...]] = {}
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
     def run(self, state: State, batch: Any) -> Any:
@@ -195,7 +198,8 @@ class TrainStep(Step):
             inverse = jnp.where(total.weight == 0, 0.0, 1.0 / total.weight)  # a batch of no weight changes nothing
             gradients = [g * inverse.astype(g.dtype) for g in gradients]
             gradients = jax.tree.unflatten(jax.tree.structure(state.params), gradients)
-            state, norm = apply_update(layout, state, gradients, variables, mean(total), self.settings)
+            tell = functools.partial(self.turns.__setitem__, layout)
+            state, norm = apply_update(layout, state, gradients, variables, mean(total), self.settings, tell)
             metrics = metrics_of(total, aux, reserved=METRICS) | {
                 "grad_norm": norm,
                 "loss_scale": scale,

@@ -5,6 +5,7 @@ ratio, a factored moment, an orthogonalised matrix, a global norm) is what it ge
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -14,6 +15,9 @@ import optax
 from zerojax.precision import Precision
 from zerojax.zero.loss_scale import after_step
 from zerojax.zero.state import Layout, State
+from zerojax.zero.turns import Turn, in_turns
+
+UPDATED = ("step", "params", "opt_state", "variables")
 
 
 class UpdateSettings(Protocol):
@@ -46,27 +50,41 @@ def all_finite(gradients: Any) -> jax.Array:
 
 
 def apply_update(
-    layout: Layout, state: State, gradients: Any, variables: Any, loss: jax.Array, settings: UpdateSettings
+    layout: Layout,
+    state: State,
+    gradients: Any,
+    variables: Any,
+    loss: jax.Array,
+    settings: UpdateSettings,
+    tell: Callable[[tuple[Turn, ...]], None],
 ) -> tuple[State, jax.Array]:
     """The next state, and the gradients' global norm before clipping. Gradients come in stored form, unscaled.
 
-    Where the policy skips steps that overflow, such a step leaves everything but the loss scale as it was.
+    Where the policy skips steps that overflow, such a step leaves everything but the loss scale as it was. Leaves in
+    host memory come to the device in turns, which `tell` is called with, once the gradients are there.
     """
     policy = settings.precision
     gradients = layout.view("params", gradients)
     norm = global_norm(gradients)
     finite = all_finite(gradients) if policy.skips else jnp.array(True)
     gradients = clip(gradients, norm, settings.clip_norm)
-    params = layout.view("params", state.params)
     optimizer = optax.with_extra_args_support(layout.optimizer)
-    updates, opt_state = optimizer.update(gradients, layout.view("opt_state", state.opt_state), params, value=loss)
-    after = dataclasses.replace(
-        state,
-        step=state.step + 1,
-        params=layout.store("params", optax.apply_updates(params, updates)),
-        opt_state=layout.store("opt_state", opt_state),
-        variables=layout.store("variables", variables),
-    )
-    if policy.skips:
-        after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)
-    return dataclasses.replace(after, loss_scale=after_step(policy.loss_scale, state.loss_scale, ~finite)), norm
+
+    def updated(before: dict[str, Any], gradients: Any, variables: Any, loss: jax.Array, finite: jax.Array) -> Any:
+        before = {field: layout.fetch(field, tree) for field, tree in before.items()}
+        params, opt_state = (layout.view(field, before[field]) for field in ("params", "opt_state"))
+        updates, opt_state = optimizer.update(gradients, opt_state, params, value=loss)
+        after = {
+            "step": before["step"] + 1,
+            "params": layout.store("params", optax.apply_updates(params, updates)),
+            "opt_state": layout.store("opt_state", opt_state),
+            "variables": layout.store("variables", variables),
+        }
+        if policy.skips:
+            after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+        return {field: layout.send(field, tree) for field, tree in after.items()}
+
+    operands = ({field: getattr(state, field) for field in UPDATED}, gradients, variables, loss, finite)
+    after = in_turns(updated, *operands, after=norm, tell=tell) if layout.offloads else updated(*operands)
+    loss_scale = after_step(policy.loss_scale, state.loss_scale, ~finite)
+    return dataclasses.replace(state, **after, loss_scale=loss_scale), norm

@@ -19,7 +19,8 @@ from zerojax.precision import Precision
 from zerojax.remat import Policy, Remat
 from zerojax.zero.loss_scale import initial_state
 from zerojax.zero.notes import leaf_notes
-from zerojax.zero.partition import Leaf, cut_of
+from zerojax.zero.offload import names_of, offloaded_fields
+from zerojax.zero.partition import Leaf, cut_of, is_large
 from zerojax.zero.report import Report, make_report
 from zerojax.zero.stages import Stage, stage_of
 from zerojax.zero.state import Layout, State
@@ -46,6 +47,9 @@ class Zero:
         `Remat`, for each block of the model by itself; a policy of `jax.checkpoint_policies`, for the whole loss; or
         `None` to leave that to the model.
       min_shard_size: leaves with fewer elements stay whole on every device.
+      offload: what lies in pinned host memory between steps: "optimizer", the optimizer's state; "params", the master
+        parameters and those that are not trained; one of them, or a tuple. Leaves of fewer than `min_shard_size`
+        elements stay on the device. A step brings it to the device part by part, and computes the same.
       trainable: which parameters are trained: a function of a parameter's path ("blocks/mlp/up/kernel") and the
         parameter, or for an NNX model an NNX filter such as `nnx.LoRAParam`; all of them by default. The others have no
         gradient, no optimizer state and no master copy, keep their dtype, and lie in shards like the rest.
@@ -74,6 +78,7 @@ class Zero:
     clip_norm: float | None = None
     remat: str | Remat | Policy | None = None
     min_shard_size: int = 1024
+    offload: str | tuple[str, ...] = ()
     trainable: Any = None
     per_example: Any = None
     batch_statistics: Literal["global", "per_device"] = "global"
@@ -84,6 +89,7 @@ class Zero:
         Precision.of(self.precision)
         _check("micro_batches", self.micro_batches, numbers.Integral, lambda n: n >= 1, "a positive integer")
         _check("min_shard_size", self.min_shard_size, numbers.Integral, lambda n: n >= 0, "an integer of at least 0")
+        object.__setattr__(self, "offload", names_of(self.offload))
         if self.clip_norm is not None:
             _check("clip_norm", self.clip_norm, numbers.Real, lambda norm: norm > 0, "a positive number, or None")
         remat = Remat.of(self.remat)
@@ -215,6 +221,8 @@ class Zero:
             micro_batches=step.settings.micro_batches,
             kept={leaf.path for leaf in leaves if loss.compute_of(leaf) != loss.precision.compute},
             notes=leaf_notes(layout, step.settings.stage, step.uses.get(layout), self.min_shard_size),
+            offloaded=jax.tree.map(lambda leaf: leaf.offloaded, layout.leaves),
+            turns=step.turns.get(layout, ()),
         )
 
     def _init(self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation) -> Any:
@@ -259,11 +267,15 @@ class Zero:
             raise UserError("make_model returned a model without floating parameters; accepted: at least one")
         mesh = as_zero_mesh(self.mesh)
         shards = mesh.shape[SHARD_AXIS] if self.row.partitions else 1
-        cut = lambda field, shape: cut_of(shape, shards if field in PARTITIONED else 1, self.min_shard_size)
+        offloaded = offloaded_fields(names_of(self.offload), mesh)
+
+        def plan(field: str, path: Any, x: jax.ShapeDtypeStruct) -> Leaf:
+            cut = cut_of(x.shape, shards if field in PARTITIONED else 1, self.min_shard_size)
+            in_host = field in offloaded and is_large(x.shape, self.min_shard_size)
+            return Leaf(_name(field, path), x.shape, x.dtype, cut, offloaded=in_host)
+
         leaves = {
-            field: jax.tree_util.tree_map_with_path(
-                lambda path, x, field=field: Leaf(_name(field, path), x.shape, x.dtype, cut(field, x.shape)), tree
-            )
+            field: jax.tree_util.tree_map_with_path(functools.partial(plan, field), tree)
             for field, tree in shapes.items()
         }
         adapter, dtypes, rows, in_norms = made[0]
@@ -305,7 +317,8 @@ def _gathering(layout: Layout) -> Any:
     """The compiled function of stored parameters and variables that makes them whole, in the model's own dtypes."""
 
     def whole(params: Any, frozen: Any, variables: Any) -> Any:
-        params, frozen = layout.view("params", params), layout.view("frozen", frozen)
+        view = lambda field, tree: layout.view(field, layout.fetch(field, tree))
+        params, frozen = view("params", params), view("frozen", frozen)
         params = jax.tree.map(lambda x, dtype: x.astype(dtype), params, layout.model_dtypes)
         return layout.join_params(jax.tree.leaves(params), jax.tree.leaves(frozen)), variables
 

@@ -8,11 +8,21 @@ from zerojax.config.deepspeed.reader import RawConfig
 from zerojax.errors import shown
 
 THRESHOLD = "zero_optimization.stage3_param_persistence_threshold"
+# By `Zero.offload`'s names: the key, its old name, and the stages that DeepSpeed reads it at.
+OFFLOAD = {
+    "optimizer": ("zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload", (1, 2, 3)),
+    "params": ("zero_optimization.offload_param.device", "zero_optimization.cpu_offload_param", (3,)),
+}
 
 
 def check_supported(raw: RawConfig) -> None:
     """Raises a UserError that names the first key which asks for what zerojax does not do, what to do instead, and
     the other such keys."""
+    for device, _, _ in OFFLOAD.values():
+        if raw.get(device) == "nvme":
+            raise raw.error(
+                device, " is 'nvme', which is not supported: host memory is all there is; accepted: 'none' or 'cpu'"
+            )
     refused = list(dict.fromkeys(_refused(raw)))
     if refused:
         key, *others = refused
@@ -32,7 +42,19 @@ def notes(raw: RawConfig) -> tuple[str, ...]:
     told = {path: _plain(BY_PATH[path].why) for path in raw.values if _needs_nothing(raw, path)}
     if THRESHOLD in raw.values and raw.get("zero_optimization.stage") != 3:
         told[THRESHOLD] = "read at stage 3 alone"
+    for device, old, stages in OFFLOAD.values():
+        if offload_is_asked(raw, device, old) and raw.get("zero_optimization.stage") not in stages:
+            told[device if device in raw.values else old] = f"read at {_stages(stages)} alone"
     return tuple(f"{path} = {shown(raw.get(path))}: {why}" for path, why in told.items())
+
+
+def offload_is_asked(raw: RawConfig, device: str, old: str) -> bool:
+    """Whether the key `device`, or `old` that it replaced, says that something goes to host memory."""
+    return raw.get(device) == "cpu" or raw.get(old) is True
+
+
+def _stages(numbers: tuple[int, ...]) -> str:
+    return f"stages {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"stage {numbers[0]}"
 
 
 def _needs_nothing(raw: RawConfig, path: str) -> bool:

@@ -8,7 +8,7 @@ from zerojax.config.deepspeed.auto import fill
 from zerojax.config.deepspeed.batch import MICRO, STEPS, TRAIN, resolve_batch
 from zerojax.config.deepspeed.optimizer import make_optimizer, make_schedule
 from zerojax.config.deepspeed.reader import AUTO, RawConfig, read
-from zerojax.config.deepspeed.refusals import THRESHOLD, check_supported, notes
+from zerojax.config.deepspeed.refusals import OFFLOAD, THRESHOLD, check_supported, notes, offload_is_asked
 from zerojax.config.deepspeed.resolved import DeepSpeedConfig, Monitor, Named
 from zerojax.errors import UserError, shown
 from zerojax.precision import LossScale, Precision
@@ -94,6 +94,11 @@ def resolve(
         gradient_clipping=float(raw.get("gradient_clipping")),
         min_shard_size=raw.values.get(THRESHOLD) if stage == 3 else None,
         offload_activations=raw.get("activation_checkpointing.cpu_checkpointing"),
+        offload=tuple(
+            name
+            for name, (device, old, stages) in OFFLOAD.items()
+            if stage in stages and offload_is_asked(raw, device, old)
+        ),
         mesh_axes=_mesh_axes(raw, world_size),
         optimizer=optimizer,
         scheduler=scheduler,

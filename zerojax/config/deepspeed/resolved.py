@@ -39,6 +39,7 @@ class DeepSpeedConfig:
       gradient_clipping: the global L2 norm that gradients are scaled down to; 0 for none.
       min_shard_size: parameters with fewer elements stay whole; `None` for `Zero`'s default.
       offload_activations: whether what the backward pass needs waits in the host's memory.
+      offload: what is in host memory between steps, under `Zero.offload`'s names.
       mesh_axes: "replica" and "data" of `make_mesh`, or `None` for all devices on one axis.
       optimizer: the optimizer, or `None`.
       scheduler: the learning rate's schedule, or `None`.
@@ -58,6 +59,7 @@ class DeepSpeedConfig:
     gradient_clipping: float
     min_shard_size: int | None
     offload_activations: bool
+    offload: tuple[str, ...]
     mesh_axes: Mapping[str, int] | None
     optimizer: Named | None
     scheduler: Named | None
@@ -87,7 +89,7 @@ class DeepSpeedConfig:
     @property
     def zero_settings(self) -> dict[str, Any]:
         """Arguments of `zerojax.Zero` but its mesh; no device is looked at."""
-        settings = {
+        settings: dict[str, Any] = {
             "stage": self.stage,
             "precision": self.precision,
             "micro_batches": self.batch.steps,
@@ -95,7 +97,11 @@ class DeepSpeedConfig:
         }
         if self.offload_activations:
             settings["remat"] = "offload"
-        return settings if self.min_shard_size is None else {**settings, "min_shard_size": self.min_shard_size}
+        if self.min_shard_size is not None:
+            settings["min_shard_size"] = self.min_shard_size
+        if self.offload:
+            settings["offload"] = self.offload
+        return settings
 
     @property
     def zero_arguments(self) -> dict[str, Any]:

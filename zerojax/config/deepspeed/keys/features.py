@@ -69,8 +69,8 @@ PARALLELISM: tuple[Key, ...] = (
         "",
         needless("deepcompile", FLAG, False, "the step is compiled always"),
         refused("offload_activation", FLAG, False, "give `Zero.remat` a policy that offloads"),
-        refused("offload_opt_states", FLAG, False, "states stay in device memory: use more devices"),
-        refused("offload_parameters", FLAG, False, "states stay in device memory: use more devices, or stage 3"),
+        refused("offload_opt_states", FLAG, False, "set offload_optimizer.device of zero_optimization instead"),
+        refused("offload_parameters", FLAG, False, "set offload_param.device of zero_optimization instead"),
         *parts(
             Status.NEEDLESS,
             "XLA's passes are its own",

@@ -7,6 +7,7 @@ from zerojax.config.deepspeed.keys.key import (
     COUNT,
     FLAG,
     INTEGER,
+    NUMBER,
     Key,
     Status,
     choice,
@@ -23,11 +24,15 @@ _COMPILED = "XLA schedules the collectives of the compiled step"
 _STAGE3 = "XLA schedules the gathers of stage 3, and frees what was gathered after its use"
 _LOADING = "a checkpoint loads at any stage, precision and number of devices"
 _EAGER = "there are no module hooks: a parameter is gathered where the traced model uses it"
-_OFFLOAD = "states stay in device memory: use more devices, stage 3, or `Zero.remat`"
+_ZENFLOW = "the update is computed on the device: offload_optimizer alone keeps its state in host memory"
 _QUANTISED = (
     'collectives carry the compute dtype: set `"bf16": {"enabled": true}`, or mics_shard_size for slow networks'
 )
-_WITH_OFFLOAD = "read only with an offload device, which is refused"
+_PINNED = "the host memory of what is offloaded is always pinned"
+_NO_NVME = "nothing is kept on NVMe"
+_COPIES = "XLA schedules the copies, and the update is computed on the device"
+_ALL_OFFLOADED = "all of the optimizer's state is in host memory, and less on the device than asked for"
+_DEVICE = optional(choice("none", "cpu", "nvme"))
 
 _GATHER_ON_SAVE = needless(
     "zero_optimization.stage3_gather_16bit_weights_on_model_save",
@@ -94,7 +99,7 @@ ZERO: tuple[Key, ...] = (
         needless("override_module_apply", FLAG, True, _EAGER),
         needless("log_trace_cache_warnings", FLAG, False, _EAGER),
         needless("enable_sanity_checks", FLAG, False, "shapes and placements are checked when the step is traced"),
-        needless("save_muon_momentum_buffer_in_memory", FLAG, False, "states stay in device memory"),
+        needless("save_muon_momentum_buffer_in_memory", FLAG, False, _NO_NVME),
         needless("compute_grad_norm", FLAG, True, "the step's metrics always hold the norm"),
         *section(
             "leaf_module",
@@ -104,57 +109,66 @@ ZERO: tuple[Key, ...] = (
         *section(
             "offload_param",
             "",
-            refused("device", optional(choice("none", "cpu", "nvme")), "none", _OFFLOAD, auto=True),
+            honoured(
+                "device",
+                _DEVICE,
+                "none",
+                '"cpu" at stage 3: "params" in `Zero.offload`, which are the fp32 master parameters; "nvme" is refused',
+                auto=True,
+            ),
             *parts(
                 Status.NEEDLESS,
-                _WITH_OFFLOAD,
+                _NO_NVME,
                 nvme_path=None,
                 buffer_count=5,
                 buffer_size=100_000_000,
                 max_in_cpu=1_000_000_000,
-                pin_memory=True,
             ),
+            needless("pin_memory", FLAG, True, _PINNED),
         ),
         *section(
             "offload_optimizer",
             "",
-            refused("device", optional(choice("none", "cpu", "nvme")), "none", _OFFLOAD, auto=True),
+            honoured(
+                "device",
+                _DEVICE,
+                "none",
+                '"cpu" at stages 1 to 3: "optimizer" in `Zero.offload`; the fp32 master parameters go with '
+                'offload_param; "nvme" is refused',
+                auto=True,
+            ),
             *parts(
                 Status.NEEDLESS,
-                _WITH_OFFLOAD,
+                _NO_NVME,
                 nvme_path=None,
                 buffer_count=4,
-                pin_memory=True,
                 pipeline=False,
                 pipeline_read=False,
                 pipeline_write=False,
-                fast_init=False,
-                ratio=1.0,
-                super_offload=False,
-                cpuadam_cores_perc=0.8,
             ),
+            needless("pin_memory", FLAG, True, _PINNED),
+            needless("ratio", NUMBER, 1.0, _ALL_OFFLOADED),
+            *parts(Status.NEEDLESS, _COPIES, fast_init=False, super_offload=False, cpuadam_cores_perc=0.8),
         ),
-        refused(
+        honoured(
             "cpu_offload",
             optional(FLAG),
             None,
-            _OFFLOAD,
-            harmless=(False,),
+            'an old word for "cpu" as the device of offload_optimizer',
             excludes=("zero_optimization.offload_optimizer",),
         ),
-        refused(
+        honoured(
             "cpu_offload_param",
             optional(FLAG),
             None,
-            _OFFLOAD,
-            harmless=(False,),
+            'an old word for "cpu" as the device of offload_param',
             excludes=("zero_optimization.offload_param",),
         ),
         needless(
             "cpu_offload_use_pin_memory",
             optional(FLAG),
             None,
-            _WITH_OFFLOAD,
+            _PINNED,
             excludes=("zero_optimization.offload_optimizer", "zero_optimization.offload_param"),
         ),
         refused(
@@ -181,7 +195,7 @@ ZERO: tuple[Key, ...] = (
         needless("mics_hierarchical_params_gather", FLAG, False, _COMPILED),
         *section(
             "zenflow",
-            _OFFLOAD,
+            _ZENFLOW,
             *parts(
                 Status.REFUSED,
                 "a part of ZenFlow",
@@ -209,7 +223,7 @@ AIO: tuple[Key, ...] = section(
     "",
     *parts(
         Status.NEEDLESS,
-        "nothing is kept on NVMe",
+        _NO_NVME,
         block_size=1_048_576,
         queue_depth=8,
         intra_op_parallelism=1,
