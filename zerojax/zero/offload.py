@@ -1,11 +1,15 @@
 """What of a state lies in pinned host memory between steps."""
 
+import functools
+import logging
 from typing import Any
 
 from jax.sharding import Mesh
 
 from zerojax.errors import UserError, shown
 from zerojax.zero.partition import PINNED_HOST
+
+_log = logging.getLogger(__name__)
 
 # The fields of a state behind each name.
 FIELDS = {"optimizer": ("opt_state",), "params": ("params", "frozen")}
@@ -43,4 +47,16 @@ def offloaded_fields(offload: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
             f"offload is {shown(offload)}, and devices of the backend {device.platform!r} have memory of the kinds "
             f"{', '.join(map(repr, kinds))}; accepted: () there, or a backend with {PINNED_HOST!r}"
         )
+    if device.platform == "cpu":
+        _warn_of_no_effect(offload)
     return tuple(field for name in offload for field in FIELDS[name])
+
+
+@functools.cache
+def _warn_of_no_effect(offload: tuple[str, ...]) -> None:
+    """Once for a setting."""
+    _log.warning(
+        "offload is %s, and devices of the backend 'cpu' compute in host memory: it saves no memory here, and the step "
+        "computes the same",
+        shown(offload),
+    )
