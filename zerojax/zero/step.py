@@ -2,6 +2,7 @@
 
 import abc
 import collections
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -42,22 +43,33 @@ class Settings:
     batch_statistics: str
 
 
+# Around each run of a step: a context made of the step, the layout of its state and its placed batch.
+Watch = Callable[["Step", Layout, Any], contextlib.AbstractContextManager[None]]
+
+
+def unwatched(step: "Step", layout: Layout, batch: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 class Step(abc.ABC):
     """A compiled function of a state and a batch; compiled once for each layout and shape of batch.
 
     Attributes:
       settings: of the loss and of the update.
+      watched: the context in which it runs.
       uses: how the loss uses the parameters, for each layout that was traced at stages 2 and 3.
       turns: in which turns the update brings offloaded leaves to the device, for each such layout that was traced.
     """
 
-    def __init__(self, loss_fn: Callable[..., Any], settings: Settings):
+    def __init__(self, loss_fn: Callable[..., Any], settings: Settings, watched: Watch = unwatched):
         if not callable(loss_fn):
             raise UserError(f"loss_fn is {shown(loss_fn)}; accepted: a function of (model, batch, rng)")
         self.loss_fn, self.settings = loss_fn, settings
+        self.watched = watched
         self.jitted = functools.cache(self._jit)
         self.uses: dict[Layout, Uses] = {}
         self.turns: dict[Layout, tuple[Turn, ...]] = {}
+        self._ran: set[Any] = set()
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
     def run(self, state: State, batch: Any) -> Any:
@@ -70,8 +82,14 @@ class Step(abc.ABC):
             raise UserError(
                 "this state was given to a step before, which reuses its memory; accepted: the state that step returned"
             )
-        out = self.jitted(state.layout)(state, self.place(state.layout, batch))
-        self._pace(state.layout, out)
+        layout, placed = state.layout, self.place(state.layout, batch)
+        program = layout, tuple((x.shape, x.dtype) for x in jax.tree.leaves(placed))
+        with self.watched(self, layout, placed):
+            out = self.jitted(layout)(state, placed)
+            if program not in self._ran:  # an allocation that fails may be told only to who waits for the result
+                jax.block_until_ready(out)
+                self._ran.add(program)
+        self._pace(layout, out)
         return out
 
     def _pace(self, layout: Layout, out: Any) -> None:
@@ -177,16 +195,26 @@ class TrainStep(Step):
     def micro_batches(self) -> int:
         return self.settings.micro_batches
 
-    def _jit(self, layout: Layout) -> Any:
-        loss = self.local_loss(layout, training=True)
+    def activations(self, state: State, batch: Any) -> int:
+        """Bytes per device that the forward pass of a micro-batch keeps for its backward pass, as traced."""
+        told: list[int] = []
+        loss = dataclasses.replace(self.local_loss(state.layout, training=True), tell_kept=told.append)
+        key, scale = jax.random.key_data(jax.random.key(0)), jnp.ones((), jnp.float32)
+        jax.eval_shape(
+            self._gradients(state.layout, loss),
+            state.params, state.frozen, state.variables, key, scale, self.place(state.layout, batch),
+        )  # fmt: skip
+        return told[0]
+
+    def _gradients(self, layout: Layout, loss: LocalLoss) -> Callable[..., Any]:
+        """`local_gradients` as a function of global arrays."""
         specs = [leaf.spec for leaf in layout.param_leaves]
         whole = PartitionSpec()
-        gradients_of = self.manual(
-            layout,
-            functools.partial(local_gradients, loss, self.micro_batches),
-            2,
-            (whole, whole, specs, layout.variable_specs),
-        )
+        local = functools.partial(local_gradients, loss, self.micro_batches)
+        return self.manual(layout, local, 2, (whole, whole, specs, layout.variable_specs))
+
+    def _jit(self, layout: Layout) -> Any:
+        gradients_of = self._gradients(layout, self.local_loss(layout, training=True))
 
         def train_step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array], jax.Array]:
             key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
