@@ -1,7 +1,8 @@
-"""What of a state lies in pinned host memory between steps."""
+"""What of a state lies in pinned host memory or in files between steps."""
 
 import functools
 import logging
+import os
 from typing import Any
 
 from jax.sharding import Mesh
@@ -28,6 +29,24 @@ def names_of(offload: Any) -> tuple[str, ...]:
     if not isinstance(names, tuple | list) or any(name not in tuple(FIELDS) for name in names):
         raise UserError(f"offload is {shown(offload)}; accepted: 'optimizer', 'params', or a tuple of them")
     return tuple(name for name in FIELDS if name in names)
+
+
+def path_of(offload_path: Any, offload: tuple[str, ...]) -> str | None:
+    """The directory for the files of what is offloaded as "optimizer", or `None`.
+
+    Raises:
+      UserError: if it is no path, or there is nothing to be in it.
+    """
+    if offload_path is None:
+        return None
+    if not isinstance(offload_path, str | os.PathLike) or not os.fspath(offload_path):
+        raise UserError(f"offload_path is {shown(offload_path)}; accepted: the path of a directory, or None")
+    if "optimizer" not in offload:
+        raise UserError(
+            f"offload_path is {shown(offload_path)}, and offload is {shown(offload)}; "
+            "accepted: 'optimizer' in offload, whose state lies in files"
+        )
+    return os.path.abspath(offload_path)
 
 
 def offloaded_fields(offload: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ import jax
 from zerojax.errors import OutOfMemoryError, RunError
 from zerojax.zero import fit
 from zerojax.zero.buffers import largest_buffers
+from zerojax.zero.disk import DiskArray, OnDisk
+from zerojax.zero.partition import PINNED_HOST
 from zerojax.zero.report import NAMES, buffer_rows, human, shard_bytes, table
 from zerojax.zero.state import Layout, State
 from zerojax.zero.step import Step, TrainStep
@@ -136,16 +138,16 @@ def _settings(
 
 
 def _state_rows(state: State) -> Rows:
-    """Bytes on a device of what a state holds; leaves in host memory lie elsewhere."""
+    """Bytes on a device of what a state holds; leaves in host memory or in files lie elsewhere."""
     fields = {"params": NAMES["parameters"], "frozen": NAMES["frozen"], "opt_state": NAMES["optimizer"]}
-    on_device = lambda tree: sum(map(shard_bytes, (x for x in jax.tree.leaves(tree) if not _in_host(x))))
+    on_device = lambda tree: sum(map(shard_bytes, (x for x in jax.tree.leaves(tree) if not _elsewhere(x))))
     rows: Rows = [(name, on_device(getattr(state, field))) for field, name in fields.items()]
     rest = (state.step, state.variables, state.rng, state.loss_scale)
     return [row for row in rows if row[1]] + [("other state", on_device(rest))]
 
 
-def _in_host(x: Any) -> bool:
-    return x.sharding.memory_kind == "pinned_host"
+def _elsewhere(x: Any) -> bool:
+    return isinstance(x, OnDisk | DiskArray) or x.sharding.memory_kind == PINNED_HOST
 
 
 def _quietly(make: Callable[[], Any]) -> Any:

@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.errors import UserError
@@ -25,6 +26,7 @@ class Placement:
     mesh: Mesh
     stage: int
     offload: tuple[str, ...]
+    offload_path: str | None
     min_shard_size: int
     micro_batches: int
 
@@ -39,13 +41,20 @@ class Placement:
           UserError: if a variable with rows cannot be split over devices and micro-batches.
         """
         shards = self.mesh.shape[SHARD_AXIS] if stage_of(self.stage).partitions else 1
-        offloaded = offloaded_fields(self.offload, self.mesh)
+        directory = self.offload_path
+        in_host = offloaded_fields(
+            tuple(name for name in self.offload if directory is None or name != "optimizer"), self.mesh
+        )
 
         def plan(field: str, path: Any, x: jax.ShapeDtypeStruct) -> Leaf:
             cut = cut_of(x.shape, shards if field in PARTITIONED else 1, self.min_shard_size)
-            in_host = field in offloaded and is_large(x.shape, self.min_shard_size)
             name = "/".join(filter(None, (field, path_name(path))))
-            return Leaf(name, x.shape, x.dtype, cut, offloaded=in_host)
+            leaf = Leaf(name, x.shape, x.dtype, cut)
+            if not is_large(x.shape, self.min_shard_size):
+                return leaf
+            if field == "opt_state" and directory is not None and not jnp.issubdtype(x.dtype, jax.dtypes.extended):
+                return dataclasses.replace(leaf, directory=directory)
+            return dataclasses.replace(leaf, offloaded=field in in_host)
 
         leaves = {
             field: jax.tree_util.tree_map_with_path(functools.partial(plan, field), tree)

@@ -14,6 +14,7 @@ from zerojax.precision import Precision
 from zerojax.zero import formulas
 from zerojax.zero.buffers import Buffer, largest_buffers
 from zerojax.zero.collectives import Collective, mesh_axes, read_collectives
+from zerojax.zero.streaming import AT_ONCE as IN_FILES_AT_ONCE
 from zerojax.zero.turns import AT_ONCE, Turn
 
 NAMES = {"parameters": "master parameters", "frozen": "frozen parameters", "optimizer": "optimizer state"}
@@ -64,6 +65,7 @@ class Report:
       frozen: parameters that are not trained, F bytes of them.
       optimizer: the optimizer's state, as stored between steps on the device.
       host: what of these three is stored in host memory, for each device.
+      disk: what of the optimizer's state is stored in files, for each device.
       passing: of that, what the update has on the device at once.
       other: the rest of the state: step, rng, variables.
       gradients: the accumulated gradients, by formula: the compiler counts them among the temporaries.
@@ -93,6 +95,7 @@ class Report:
     frozen: Figure
     optimizer: Figure
     host: dict[str, Figure]
+    disk: Figure
     passing: Figure
     other: Figure
     gradients: Figure
@@ -165,6 +168,8 @@ class Report:
             rows.append([name, human(figure.bytes), _share(figure.bytes, state.bytes), *_beside(figure)])
         for name, figure in self.host.items():
             rows.append([f"{NAMES[name]}, in host memory", human(figure.bytes), "", *_beside(figure)])
+        if self.disk.bytes:
+            rows.append([f"{NAMES['optimizer']}, on disk", human(self.disk.bytes), "", *_beside(self.disk)])
         if self.passing.bytes:
             rows.append(["of it at once on the device in the update", human(self.passing.bytes), "", "", "", ""])
         rows.append(["accumulated gradients, by formula", "", "", *_beside(self.gradients)])
@@ -219,6 +224,7 @@ def make_report(
     offloaded: Mapping[str, Any] | None = None,
     turns: Sequence[Turn] = (),
     activations: int | None = None,
+    in_files: bool = False,
 ) -> Report:
     """A report of a compiled step.
 
@@ -232,10 +238,11 @@ def make_report(
       micro_batches: M.
       kept: paths of parameters that the model sees in `precision.kept` in place of the compute dtype.
       notes: leaves to name.
-      offloaded: whether each leaf lies in host memory, in trees of the structure of params, frozen and opt_state under
-        these names; none of them by default.
+      offloaded: whether each leaf lies in host memory or in files, in trees of the structure of params, frozen and
+        opt_state under these names; none of them by default.
       turns: in which the update brings them to the device.
       activations: bytes per device kept for the backward pass, as `TrainStep.activations` traces them.
+      in_files: whether those of the optimizer lie in files.
     """
     logical = state.layout.logical
     shards, replicas = mesh.shape[SHARD_AXIS], mesh.shape.get(REPLICA_AXIS, 1)
@@ -255,9 +262,11 @@ def make_report(
     }
     (parameters, frozen, optimizer), in_host = zip(*stored.values(), strict=True)
     host = {name: figure for name, figure in zip(NAMES, in_host, strict=True) if figure.bytes}
+    disk = host.pop("optimizer") if in_files else Figure(0)
     compute, wire = (n / max(n_parameters, 1) for n in _seen(logical["params"], precision, kept))
     frozen_sent = _frozen_sent(logical["frozen"], shards, stage, precision, kept, micro_batches)
-    at_once = max((sum(turn.bytes for turn in turns[i : i + AT_ONCE]) for i in range(len(turns))), default=0)
+    count = IN_FILES_AT_ONCE if in_files else AT_ONCE
+    at_once = max((sum(turn.bytes for turn in turns[i : i + count]) for i in range(len(turns))), default=0)
     text = compiled.as_text()
     collectives = read_collectives(text)
     memory = compiled.memory_analysis()
@@ -290,6 +299,7 @@ def make_report(
         frozen=frozen,
         optimizer=optimizer,
         host=host,
+        disk=disk,
         passing=Figure(at_once / (shards if stage >= 1 else 1)),
         other=Figure(
             sum(map(shard_bytes, jax.tree.leaves((state.step, state.variables, state.rng, state.loss_scale))))
@@ -323,7 +333,7 @@ def make_report(
         ),
         collectives=collectives,
         notes=tuple(notes),
-        remarks=_remarks(mesh, precision, collectives, host, turns),
+        remarks=_remarks(mesh, precision, collectives, host, turns, in_files),
     )
 
 
@@ -427,11 +437,15 @@ def _remarks(
     collectives: Sequence[Collective],
     host: Mapping[str, Figure],
     turns: Sequence[Turn],
+    in_files: bool,
 ) -> tuple[str, ...]:
     remarks = []
     if turns:
         times = f"in {len(turns)} turns" if len(turns) > 1 else "all at once: the optimizer ties its leaves together"
-        remarks.append(f"The update brings what is in host memory to the device {times}.")
+        where = "on disk" if in_files else "in host memory"
+        remarks.append(f"The update brings what is {where} to the device {times}.")
+    if in_files:
+        remarks.append("The compiled step is that of the gradients; each turn of the update is a program of its own.")
     if host and mesh.devices.flat[0].platform == "cpu":
         remarks.append("XLA's CPU compiler counts host memory among the arguments and outputs of the device.")
     if host and not mesh.local_devices[0].addressable_memories():

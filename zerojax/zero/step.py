@@ -22,8 +22,9 @@ from zerojax.zero.gradients import LocalLoss, local_gradients, local_loss, local
 from zerojax.zero.loss_scale import scale_of
 from zerojax.zero.stages import Stage
 from zerojax.zero.state import Layout, State
+from zerojax.zero.streamed import StreamedStep
 from zerojax.zero.turns import Turn
-from zerojax.zero.update import apply_update
+from zerojax.zero.update import Gradients, apply_update, metrics_after
 from zerojax.zero.uses import Uses
 
 METRICS = ("loss", "grad_norm", "loss_scale", "skipped", "step")
@@ -85,7 +86,7 @@ class Step(abc.ABC):
         layout, placed = state.layout, self.place(state.layout, batch)
         program = layout, tuple((x.shape, x.dtype) for x in jax.tree.leaves(placed))
         with self.watched(self, layout, placed):
-            out = self.jitted(layout)(state, placed)
+            out = self.jitted(layout)(self._given(state), placed)
             if program not in self._ran:  # an allocation that fails may be told only to who waits for the result
                 jax.block_until_ready(out)
                 self._ran.add(program)
@@ -102,7 +103,11 @@ class Step(abc.ABC):
 
     def lower(self, state: State, batch: Any) -> jax.stages.Lowered:
         """As `jax.jit(...).lower`; state and batch may be of `jax.ShapeDtypeStruct`s."""
-        return self.jitted(state.layout).lower(state, self.place(state.layout, batch))
+        return self.jitted(state.layout).lower(self._given(state), self.place(state.layout, batch))
+
+    def _given(self, state: State) -> State:
+        """What the compiled function is given of a state."""
+        return state.layout.in_memory(state)
 
     def local_loss(self, layout: Layout, *, training: bool) -> LocalLoss:
         settings = self.settings
@@ -191,6 +196,9 @@ class TrainStep(Step):
     def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
         return self.run(state, batch)[:2]
 
+    def _given(self, state: State) -> State:
+        return state
+
     @property
     def micro_batches(self) -> int:
         return self.settings.micro_batches
@@ -216,7 +224,7 @@ class TrainStep(Step):
     def _jit(self, layout: Layout) -> Any:
         gradients_of = self._gradients(layout, self.local_loss(layout, training=True))
 
-        def train_step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array], jax.Array]:
+        def gradients_in(state: State, batch: Any) -> Gradients:
             key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
             scale = scale_of(self.settings.precision.loss_scale, state.loss_scale)
             losses, aux, gradients, variables = gradients_of(
@@ -226,15 +234,17 @@ class TrainStep(Step):
             inverse = jnp.where(total.weight == 0, 0.0, 1.0 / total.weight)  # a batch of no weight changes nothing
             gradients = [g * inverse.astype(g.dtype) for g in gradients]
             gradients = jax.tree.unflatten(jax.tree.structure(state.params), gradients)
-            tell = functools.partial(self.turns.__setitem__, layout)
-            state, norm = apply_update(layout, state, gradients, variables, mean(total), self.settings, tell)
-            metrics = metrics_of(total, aux, reserved=METRICS) | {
-                "grad_norm": norm,
-                "loss_scale": scale,
-                "skipped": state.loss_scale.skipped,
-                "step": state.step,
-            }
-            return state, metrics, mean(losses)
+            metrics = metrics_of(total, aux, reserved=METRICS) | {"loss_scale": scale}
+            return Gradients(gradients, variables, mean(total), mean(losses), metrics)
+
+        tell = functools.partial(self.turns.__setitem__, layout)
+        if layout.uses_files:
+            return StreamedStep(layout, gradients_in, self.settings, tell)
+
+        def train_step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array], jax.Array]:
+            new = gradients_in(state, batch)
+            state, norm = apply_update(layout, state, new.gradients, new.variables, new.loss, self.settings, tell)
+            return state, new.metrics | metrics_after(state.step, state.loss_scale, norm), new.losses
 
         everywhere = NamedSharding(layout.mesh, PartitionSpec())
         return jax.jit(train_step, donate_argnums=0, out_shardings=(layout.shardings, everywhere, everywhere))

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import numbers
+import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,9 +19,10 @@ from zerojax.mesh import as_zero_mesh
 from zerojax.paths import require_matches
 from zerojax.precision import Precision
 from zerojax.remat import Policy, Remat
+from zerojax.zero.disk import opened
 from zerojax.zero.loss_scale import initial_state
 from zerojax.zero.notes import leaf_notes
-from zerojax.zero.offload import names_of
+from zerojax.zero.offload import names_of, path_of
 from zerojax.zero.out_of_memory import explained, init_details, step_details
 from zerojax.zero.partition import Leaf
 from zerojax.zero.placement import Placement
@@ -28,6 +30,7 @@ from zerojax.zero.report import Report, make_report
 from zerojax.zero.stages import Stage, stage_of
 from zerojax.zero.state import Layout, State
 from zerojax.zero.step import EvalStep, LossStep, Settings, Step, TrainStep
+from zerojax.zero.streamed import new_opt_state
 from zerojax.zero.trainable import chosen, divide
 from zerojax.zero.verify import Verification, verify
 
@@ -52,6 +55,9 @@ class Zero:
       offload: what lies in pinned host memory between steps: "optimizer", the optimizer's state; "params", the master
         parameters and those that are not trained; one of them, or a tuple. Leaves of fewer than `min_shard_size`
         elements stay on the device. A step brings it to the device part by part, and computes the same.
+      offload_path: a directory; what `offload` names as "optimizer" lies in files there instead, each process's shards
+        in its own, for a state larger than host memory. They are scratch, no checkpoint: what they hold ends with the
+        process. Parameters lie in no files.
       trainable: which parameters are trained: a function of a parameter's path ("blocks/mlp/up/kernel") and the
         parameter, or for an NNX model an NNX filter such as `nnx.LoRAParam`; all of them by default. The others have no
         gradient, no optimizer state and no master copy, keep their dtype, and lie in shards like the rest.
@@ -81,6 +87,7 @@ class Zero:
     remat: str | Remat | Policy | None = None
     min_shard_size: int = 1024
     offload: str | tuple[str, ...] = ()
+    offload_path: str | os.PathLike[str] | None = None
     trainable: Any = None
     per_example: Any = None
     batch_statistics: Literal["global", "per_device"] = "global"
@@ -92,6 +99,7 @@ class Zero:
         _check("micro_batches", self.micro_batches, numbers.Integral, lambda n: n >= 1, "a positive integer")
         _check("min_shard_size", self.min_shard_size, numbers.Integral, lambda n: n >= 0, "an integer of at least 0")
         object.__setattr__(self, "offload", names_of(self.offload))
+        object.__setattr__(self, "offload_path", path_of(self.offload_path, names_of(self.offload)))
         if self.clip_norm is not None:
             _check("clip_norm", self.clip_norm, numbers.Real, lambda norm: norm > 0, "a positive number, or None")
         remat = Remat.of(self.remat)
@@ -114,7 +122,9 @@ class Zero:
     def placement(self) -> Placement:
         """What decides where the leaves of a state lie."""
         mesh = as_zero_mesh(self.mesh)
-        return Placement(mesh, self.stage, names_of(self.offload), self.min_shard_size, self.micro_batches)
+        offload = names_of(self.offload)
+        path = path_of(self.offload_path, offload)
+        return Placement(mesh, self.stage, offload, path, self.min_shard_size, self.micro_batches)
 
     @property
     def step_settings(self) -> Settings:
@@ -134,7 +144,9 @@ class Zero:
           seed: of the parameters and of all randomness in training.
 
         Raises:
-          UserError: if the model has no floating parameters or the optimizer is no optax transformation.
+          UserError: if the model has no floating parameters, the optimizer is no optax transformation, or nothing can
+            be written at `offload_path`.
+          RunError: if there is too little room.
         """
         _check("seed", seed, numbers.Integral, lambda n: True, "an integer")
         lower = lambda zero: zero._init(make_model, optimizer).lower(jax.random.key(seed))
@@ -234,7 +246,8 @@ class Zero:
             micro_batches=step.settings.micro_batches,
             kept={leaf.path for leaf in leaves if loss.compute_of(leaf) != loss.precision.compute},
             notes=leaf_notes(layout, step.settings.stage, step.uses.get(layout), self.min_shard_size),
-            offloaded=jax.tree.map(lambda leaf: leaf.offloaded, layout.leaves),
+            offloaded=jax.tree.map(lambda leaf: leaf.offloaded or leaf.directory is not None, layout.leaves),
+            in_files=layout.uses_files,
             turns=step.turns.get(layout, ()),
             activations=step.activations(state, batch),
         )
@@ -245,9 +258,19 @@ class Zero:
         return explained(what, functools.partial(step_details, self, step, layout, batch))
 
     def _init(self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation) -> Any:
-        """The compiled function of a key that builds a state."""
+        """The function of a key that builds a state, compiled but for what lies in files."""
         layout, build = self._plan(make_model, optimizer)
-        return jax.jit(build, out_shardings=layout.shardings)
+        if not layout.uses_files:
+            return jax.jit(build, out_shardings=layout.shardings)
+        places = opened(layout.abstract.opt_state)
+        without = lambda state: dataclasses.replace(state, opt_state=None)
+        build_rest = jax.jit(lambda key: without(build(key)), out_shardings=without(layout.shardings))
+
+        def build_all(key: jax.Array) -> State:
+            state = build_rest(key)
+            return dataclasses.replace(state, opt_state=new_opt_state(layout, state.params, places))
+
+        return build_all
 
     def _plan(
         self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation
