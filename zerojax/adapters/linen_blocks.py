@@ -5,11 +5,11 @@ A Linen module is made where it is called, inside the user's function, so it is 
 
 import contextlib
 import contextvars
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from flax import linen
 
 from zerojax.adapters.blocks import Block, Module, applies, inside_block, is_sliced, parted
 
@@ -33,7 +33,8 @@ def linen_modules_met() -> Iterator[dict[str, Module]]:
                 met["/".join(module.path)] = Module(type(module).__name__, is_sliced(now, whole))
             return call(*args, **kwargs)
 
-    with linen.intercept_methods(meet):
+    linen: Any = _linen()
+    with linen.intercept_methods(meet) if linen else contextlib.nullcontext():
         yield met
 
 
@@ -51,11 +52,18 @@ def linen_blocks(blocks: Mapping[str, Block]) -> Iterator[None]:
                 return call(*args, **kwargs)
             return _rematerialised(module, args, kwargs, block, prevent_cse=not is_sliced(now, whole))
 
-    with linen.intercept_methods(intercept) if blocks else contextlib.nullcontext():
+    linen: Any = _linen()
+    with linen.intercept_methods(intercept) if linen and blocks else contextlib.nullcontext():
         yield
 
 
-def _rematerialised(module: linen.Module, args: Any, kwargs: Any, block: Block, prevent_cse: bool) -> Any:
+def _linen() -> Any:
+    """Flax's module of that name; where it was never imported, no module of its kind is called."""
+    return sys.modules.get("flax.linen")
+
+
+def _rematerialised(module: Any, args: Any, kwargs: Any, block: Block, prevent_cse: bool) -> Any:
+    linen: Any = _linen()
     given, put_back = parted((args, kwargs), (linen.Module, linen.Variable))
     outs = []
 
@@ -71,7 +79,7 @@ def _rematerialised(module: linen.Module, args: Any, kwargs: Any, block: Block, 
 
 
 @contextlib.contextmanager
-def _runs(module: linen.Module) -> Iterator[tuple[list[int], list[int]]]:
+def _runs(module: Any) -> Iterator[tuple[list[int], list[int]]]:
     """While a method of `module` runs; yields the numbers of dimensions of its parameters, as they are there and as the
     outermost module holds them."""
     path, whole = _running.get()
