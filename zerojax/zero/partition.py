@@ -87,7 +87,7 @@ def cut_of(shape: tuple[int, ...], shards: int, min_shard_size: int) -> Cut:
 
     def cost(i: int) -> tuple[float, int, int]:
         waste = -shape[i] % shards / shape[i]
-        return waste + (LEADING_DIM_COST if i == 0 and len(shape) > 1 else 0.0), -shape[i], -i
+        return waste + (LEADING_DIM_COST if i == 0 and len(shape) > 1 else 0.0), i
 
     i = min(range(len(shape)), key=cost)
     return Cut(i - len(shape), shape[i], math.ceil(shape[i] / shards) * shards)
