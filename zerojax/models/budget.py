@@ -13,7 +13,7 @@ from zerojax.zero import formulas
 Remat = Literal["none", "dots", "full", "offload"]
 FP32 = 4
 ADAM = 8  # bytes for each parameter of two fp32 moments
-TURNS = 2  # whose operands are on the device while the update runs, as in zerojax.zero.turns
+TURNS = 2  # whose arrays are on the device together, as in zerojax.zero.turns
 
 # A block's activations that the backward pass reads, in widths of the model for each token: both norms' normalised
 # inputs (2) and outputs (2), queries, keys and values (3), attention's output (1), the MLP's hidden layer before and
@@ -79,7 +79,8 @@ class Budget:
       head: at the loss: the logits and their gradient, and the head's gradient.
       layer: in a block's backward pass: what it reads, its whole weights at stage 3, its whole gradients from stage 2
         on, and the head's gradient, which waits for the embedding's.
-      turns: of offloaded state, on the device in the update.
+      turns: in the update of offloaded state: what two turns of the largest leaf bring, the results of one of them, and
+        the gradients of both.
     """
 
     state: float
@@ -103,7 +104,7 @@ class Budget:
         return max(
             self.state + self.copy + self.kept + self.head,
             self.formula + self.kept + self.layer,
-            self.state + self.gradients + self.turns,
+            self.state + self.turns,
         )
 
     @property
@@ -184,5 +185,54 @@ def budget(
         host_kept=sizes.layers * tokens * DOTS * sizes.dim * compute * (remat == "offload"),
         head=2 * logits / (chunks or 1) + of_head + sizes.embedding * compute * (stage == 3),
         layer=whole_weights + waiting + (read if remat != "none" else 0),
-        turns=TURNS * of_turn * largest,
+        turns=((TURNS + 1) * of_turn + TURNS * FP32) * largest * bool(offload),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Settings that fit, and the bytes of a device that they need by the formulas.
+
+    Attributes:
+      stage, remat, offload: of `Zero`.
+      chunks: of `next_token_loss`.
+      bytes: at the fullest moment of a step.
+    """
+
+    stage: int
+    remat: Remat
+    offload: tuple[str, ...]
+    chunks: int | None
+    bytes: float
+
+
+FREE = 0.1  # of a device's memory, for what is neither state nor of the step: context, collectives, fragments
+_POLICIES: tuple[Remat, ...] = ("none", "dots", "full")
+_OFFLOADS: tuple[tuple[str, ...], ...] = (("optimizer",), ("optimizer", "params"))
+
+
+def cheapest(sizes: Sizes, rows: int, devices: int, memory: float) -> Fit | None:
+    """The settings that cost the least time of those that fit, in bf16 with fp32 masters and Adam; `None` if none do.
+
+    Tried in this order: no rematerialisation, products kept, inputs alone; for each, stages 1 to 3 (0 on one device),
+    and the logits at once or in 8 chunks; then with offload.
+
+    Args:
+      sizes: of the model.
+      rows: sequences of one device.
+      devices: N.
+      memory: bytes of one device, of which a tenth is left free.
+
+    >>> cheapest(Sizes(50304, 2048, 24, 16, 1024), rows=2, devices=8, memory=24e9).stage
+    1
+    """
+    stages = (1, 2, 3) if devices > 1 else (0,)
+    tried = [(stage, remat, (), chunks) for remat in _POLICIES for stage in stages for chunks in (None, 8)]
+    tried += [(stages[-1], "full", offload, chunks) for offload in _OFFLOADS for chunks in (None, 8)]
+    for stage, remat, offload, chunks in tried:
+        needed = budget(
+            sizes, rows, devices, stage, remat=remat, offload=offload, compute=2, chunks=chunks
+        ).total
+        if needed <= (1 - FREE) * memory:
+            return Fit(stage, remat, offload, chunks, needed)
+    return None
