@@ -19,6 +19,8 @@ TURNS = 2  # whose arrays are on the device together, as in zerojax.zero.turns
 # inputs (2) and outputs (2), queries, keys and values (3), attention's output (1), the MLP's hidden layer before and
 # after its activation (8).
 READ = 16
+# Gradients beside these, in widths: of the block's output (1) and of the MLP's hidden layer (4).
+PASSING = 5
 # What XLA's causal attention in four blocks of queries keeps of its slices beside: the queries (1), and the keys and
 # values of the first and the third block (2 x (1/4 + 3/4)), which are not contiguous in the projection's output.
 SLICES = 3
@@ -77,8 +79,8 @@ class Budget:
       kept: activations that wait for the backward pass.
       host_kept: the same in host memory.
       head: at the loss: the logits and their gradient, and the head's gradient.
-      layer: in a block's backward pass: what it reads, its whole weights at stage 3, its whole gradients from stage 2
-        on, and the head's gradient, which waits for the embedding's.
+      layer: in a block's backward pass: what it reads, the gradients of its activations, its whole weights at stage 3,
+        its whole gradients from stage 2 on, and the head's gradient, which waits for the embedding's.
       turns: in the update of offloaded state: what two turns of the largest leaf bring, the results of one of them, and
         the gradients of both.
     """
@@ -168,12 +170,14 @@ def budget(
     in_host = masters * ("params" in offload) + moments * ("optimizer" in offload)
     has_copy = stage < 3 and (compute < FP32 or stage > 0 or "params" in offload)
     # Up to stage 1 gradients stay in the dtype they are made in until they are reduced.
-    gradients = formulas.accumulated(p, shards, stage, itemsize=compute if stage < 2 else FP32)
+    gradient = compute if stage < 2 else FP32
+    gradients = formulas.accumulated(p, shards, stage, itemsize=gradient)
     logits = tokens * sizes.vocab_size * compute
     of_head = sizes.embedding * (FP32 if chunks else compute)
     whole_weights = sizes.block * compute * (stage == 3) + sizes.block * compute * (stage >= 2)
     waiting = of_head if stage >= 2 else of_head - sizes.embedding * compute
-    read = tokens * (READ * sizes.dim * compute + sizes.heads * sizes.length * VISIBLE * compute)
+    widths = READ - (DOTS if remat == "dots" else 0)  # the products that were kept are not made again
+    again = tokens * compute * (widths * sizes.dim + sizes.heads * sizes.length * VISIBLE) * (remat != "none")
     of_turn = FP32 * ("params" in offload) + ADAM * ("optimizer" in offload)
     largest = sizes.layers * 4 * sizes.dim**2 / (shards if stage else 1)
     return Budget(
@@ -184,8 +188,8 @@ def budget(
         kept=sizes.layers * kept(sizes, rows, remat, compute),
         host_kept=sizes.layers * tokens * DOTS * sizes.dim * compute * (remat == "offload"),
         head=2 * logits / (chunks or 1) + of_head + sizes.embedding * compute * (stage == 3),
-        layer=whole_weights + waiting + (read if remat != "none" else 0),
-        turns=((TURNS + 1) * of_turn + TURNS * FP32) * largest * bool(offload),
+        layer=whole_weights + waiting + again + tokens * PASSING * sizes.dim * compute,
+        turns=((TURNS + 1) * of_turn + TURNS * gradient) * largest * bool(offload),
     )
 
 

@@ -72,11 +72,13 @@ WHOLE = Cut()
 def cut_of(shape: tuple[int, ...], shards: int, min_shard_size: int) -> Cut:
     """The cut of a leaf of `shape` into `shards` parts.
 
-    The largest dimension that divides is cut, the first of several only if no other does. Where none divides, the
-    one that wastes least is padded. Leaves with fewer than `min_shard_size` elements stay whole.
+    The first dimension that divides is cut, but the very first of several only if no other does. Shards of a layer's
+    weight in a stack are then rows of it, which arrive in their place: XLA gathers along a later dimension by way of a
+    second copy. Where none divides, the one that wastes least is padded. Leaves with fewer than `min_shard_size`
+    elements stay whole.
 
     >>> cut_of((4, 256, 1024), shards=8, min_shard_size=1024)
-    Cut(dim=-1, size=1024, padded=1024)
+    Cut(dim=-2, size=256, padded=256)
     >>> cut_of((30, 1001), shards=8, min_shard_size=1024).stored((30, 1001))
     (30, 1008)
     >>> cut_of((255,), shards=8, min_shard_size=1024).dim is None
@@ -85,7 +87,7 @@ def cut_of(shape: tuple[int, ...], shards: int, min_shard_size: int) -> Cut:
     if shards == 1 or not is_large(shape, min_shard_size):
         return WHOLE
 
-    def cost(i: int) -> tuple[float, int, int]:
+    def cost(i: int) -> tuple[float, int]:
         waste = -shape[i] % shards / shape[i]
         return waste + (LEADING_DIM_COST if i == 0 and len(shape) > 1 else 0.0), i
 
