@@ -19,7 +19,7 @@ from zerojax.config.deepspeed import markdown_table
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("concepts", "api", "deepspeed", "decisions", "examples")),
+    *(f"docs/{name}.md" for name in ("concepts", "api", "deepspeed", "decisions", "examples", "memory")),
     "CHANGELOG.md",
 ]
 README_NAMES = {
