@@ -3,7 +3,7 @@
     python benchmarks/memory.py --target h100     compiles what benchmarks/memory.json lacks, and writes docs/memory.md
     python benchmarks/memory.py --target cpu      compiles fp32 rows for emulated CPU devices, and prints them
     python benchmarks/memory.py --logits          the loss alone, at once and in chunks, compiled for the CPU
-    python benchmarks/memory.py --fits            the cheapest settings that fit, for some models and GPUs, by the formulas
+    python benchmarks/memory.py --fits            the cheapest settings that fit some models on some GPUs, by formula
 
 Nothing is allocated. An entry of benchmarks/memory.json is what the compiler says of one row (`memory_analysis`);
 delete it to have it compiled again (8 to 70 s each on two cores, 15 minutes for all). `--target h100` compiles for
@@ -20,14 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import topology
-
-DEVICES = 8
-if __name__ == "__main__":
-    topology.prepare(DEVICES)
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +30,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import zerojax
+from benchmarks import topology
 from zerojax.models.budget import Budget, Fit, Sizes, budget, cheapest
 from zerojax.models.chunked import chunked_cross_entropy
 from zerojax.models.gpt import GPT, next_token_loss
 from zerojax.models.losses import cross_entropy
 
+ROOT = Path(__file__).parents[1]
+DEVICES = 8
 GPT_1B = Sizes(vocab_size=50304, dim=2048, layers=24, heads=16, length=1024)
 ROWS = 2  # sequences of one device
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -78,6 +74,7 @@ def main() -> None:
     arguments.add_argument("--logits", action="store_true")
     arguments.add_argument("--fits", action="store_true")
     given = arguments.parse_args()
+    topology.prepare(DEVICES)
     if given.target == "h100":
         write_page(measured_for_h100())
     if given.target == "cpu":

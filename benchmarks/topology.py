@@ -4,7 +4,7 @@ They need the compiler of JAX's CUDA plugin and no driver:
 
     pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
 
-each of the first two in the version of jaxlib. `prepare` comes before JAX is imported.
+each of the first two in the version of jaxlib. `prepare` comes before JAX looks for devices.
 """
 
 import importlib.util
@@ -12,14 +12,21 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax._src.interpreters import pxla
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+
+from zerojax.zero import partition, state, step, zero
+
 NEEDED = ("jax_cuda12_plugin", "jax_plugins.xla_cuda12")
 FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false")  # what would be tried out on a GPU
 PER_HOST = 8
 
 
 def prepare(devices: int) -> None:
-    """Sets what JAX reads when it is imported: no GPU is looked for, and this many CPU devices are emulated."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    """Before JAX looks for devices: it is to look for no GPU, and to emulate this many on the CPU."""
+    jax.config.update("jax_platforms", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ["XLA_FLAGS"] = " ".join((*FLAGS, f"--xla_force_host_platform_device_count={devices}"))
 
@@ -37,8 +44,6 @@ def h100(count: int) -> list[Any]:
             "pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12 (the first two in jaxlib's "
             "version); without: --target cpu"
         )
-    from jax.experimental import topologies
-
     per_host = min(count, PER_HOST)
     _give_memory_kinds()
     return topologies.get_topology_desc(
@@ -63,10 +68,6 @@ def _give_memory_kinds() -> None:
     given. So zerojax gets shardings that keep it, and JAX's comparison of them with what the compiler returns, which
     knows no kinds, is passed over. This reaches into JAX 0.12's insides, and is of use for such devices alone.
     """
-    import jax._src.interpreters.pxla as pxla
-    from jax.sharding import NamedSharding
-
-    from zerojax.zero import partition, state, step, zero
 
     class Sharding(NamedSharding):
         def __init__(self, mesh: Any, spec: Any, *, memory_kind: str | None = None, _logical_device_ids: Any = None):

@@ -5,7 +5,6 @@ import json
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -15,7 +14,6 @@ from jax.sharding import Mesh
 from benchmarks import memory
 from zerojax import Zero
 from zerojax.models.budget import Sizes, budget, cheapest
-from zerojax.models.gpt import GPT
 
 # On the CPU, whose compiler keeps a second copy of whole gradients at stages 0 and 1.
 COMPILED = [

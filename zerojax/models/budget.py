@@ -231,12 +231,13 @@ def cheapest(sizes: Sizes, rows: int, devices: int, memory: float) -> Fit | None
     1
     """
     stages = (1, 2, 3) if devices > 1 else (0,)
-    tried = [(stage, remat, (), chunks) for remat in _POLICIES for stage in stages for chunks in (None, 8)]
-    tried += [(stages[-1], "full", offload, chunks) for offload in _OFFLOADS for chunks in (None, 8)]
-    for stage, remat, offload, chunks in tried:
-        needed = budget(
-            sizes, rows, devices, stage, remat=remat, offload=offload, compute=2, chunks=chunks
-        ).total
-        if needed <= (1 - FREE) * memory:
-            return Fit(stage, remat, offload, chunks, needed)
+    everywhere: list[tuple[int, Remat, tuple[str, ...]]] = [
+        (stage, remat, ()) for remat in _POLICIES for stage in stages
+    ]
+    offloading: list[tuple[int, Remat, tuple[str, ...]]] = [(stages[-1], "full", offload) for offload in _OFFLOADS]
+    for stage, remat, offload in everywhere + offloading:
+        for chunks in (None, 8):
+            how = budget(sizes, rows, devices, stage, remat=remat, offload=offload, compute=2, chunks=chunks)
+            if how.total <= (1 - FREE) * memory:
+                return Fit(stage, remat, offload, chunks, how.total)
     return None
