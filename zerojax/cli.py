@@ -13,7 +13,7 @@ import traceback
 from collections.abc import MutableMapping, Sequence
 from typing import Any, NoReturn
 
-from zerojax.errors import RunError, UserError
+from zerojax.errors import OutOfMemoryError, RunError, UserError
 
 TRAIN = "zerojax.trainer.train"
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
@@ -40,6 +40,8 @@ def _run(argv: Sequence[str] | None) -> int:
         arguments.run(arguments)
     except (UserError, RunError) as error:
         print(f"zerojax: error: {str(error).splitlines()[0]}", file=sys.stderr)
+        if isinstance(error, OutOfMemoryError):
+            print(f"\n{error.details}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         print("zerojax: interrupted", file=sys.stderr)

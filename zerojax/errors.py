@@ -31,3 +31,15 @@ class UserError(ValueError):
 
 class RunError(RuntimeError):
     """A run cannot go on, through no fault of its input (a full disk, damaged files): one line that says why."""
+
+
+class OutOfMemoryError(RunError):
+    """A device has too little memory: one line that says what for, and under it where the memory goes.
+
+    Attributes:
+      details: tables of what a device holds and of settings that would have fitted, in words for a terminal.
+    """
+
+    def __init__(self, line: str, details: str):
+        super().__init__(f"{line}\n\n{details}")
+        self.details = details

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 
@@ -21,7 +20,7 @@ from zerojax.monitor.files import replace_text
 from zerojax.monitor.progress import Progress
 from zerojax.precision import LossScale
 from zerojax.zero import EvalStep, State, Zero
-from zerojax.zero.loss_scale import ScalerState, check_not_exhausted
+from zerojax.zero.loss_scale import ScalerState, check_not_exhausted, copied
 
 STEPS_IN_FLIGHT = 2  # the host prepares a step while the devices compute the one before, and runs no further ahead
 
@@ -215,8 +214,7 @@ class _Metrics:
         self._clock = time.perf_counter()
 
     def add(self, step: int, metrics: dict[str, jax.Array], scaler: ScalerState) -> None:
-        # The next step takes the state's memory, with it the scaler's.
-        self._waiting.append((step, metrics, None if self._scaling is None else _copied(scaler)))
+        self._waiting.append((step, metrics, None if self._scaling is None else copied(scaler)))
         if len(self._waiting) >= STEPS_IN_FLIGHT:
             self._read()
 
@@ -238,11 +236,6 @@ class _Metrics:
         if scaler is not None:
             before, self._scaler = self._scaler, jax.device_get(scaler)
             check_not_exhausted(self._scaling, before, self._scaler)
-
-
-@jax.jit
-def _copied(scaler: ScalerState) -> ScalerState:
-    return jax.tree.map(jnp.copy, scaler)
 
 
 def _opening(zero: Zero, state: State, steps: int) -> str:

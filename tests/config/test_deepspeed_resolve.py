@@ -176,6 +176,26 @@ def test_offload(keys, offload):
     assert config.offload == config.zero_arguments.get("offload", ()) == offload
 
 
+def test_offload_to_files():
+    nvme = {"device": "nvme", "nvme_path": "/nvme/run", "buffer_count": 5, "pipeline_read": True}
+    config = settings(**zero(stage=2, offload_optimizer=nvme))
+    assert config.zero_arguments["offload"] == ("optimizer",)
+    assert config.offload_path == config.zero_arguments["offload_path"] == "/nvme/run"
+    assert [note.partition(":")[0] for note in config.notes] == [
+        "zero_optimization.offload_optimizer.buffer_count = 5",
+        "zero_optimization.offload_optimizer.pipeline_read = True",
+    ]
+    assert "offload_path" not in settings(**zero(stage=0, offload_optimizer=nvme)).zero_arguments
+    assert "offload_path" not in settings(**zero(stage=2, offload_optimizer=nvme | {"device": "cpu"})).zero_arguments
+
+
+def test_offload_to_files_needs_a_path():
+    message = complaint({"train_batch_size": 8, **zero(stage=1, offload_optimizer={"device": "nvme"})})
+    assert message == (
+        "config: zero_optimization.offload_optimizer.nvme_path is None beside the device 'nvme'; accepted: a directory"
+    )
+
+
 def test_offload_where_deepspeed_reads_it():
     keys = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     assert settings(**zero(stage=1, **keys)).offload == ("optimizer",)
@@ -225,11 +245,10 @@ def test_logs_printing_and_data():
 @pytest.mark.parametrize(
     "config, key, instead",
     [
-        (zero(offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device", "host memory"),
         (
             zero(offload_param={"device": "nvme", "nvme_path": "/x"}),
             "zero_optimization.offload_param.device",
-            "'none' or 'cpu'",
+            "'none' or 'cpu' here, and 'nvme' as offload_optimizer.device",
         ),
         (zero(zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients", "bf16"),
         (zero(zero_hpz_partition_size=8), "zero_optimization.zero_hpz_partition_size", "mics_shard_size"),
@@ -439,6 +458,7 @@ OTHERS = {
     "zero_optimization.mics_shard_size": 2,
     "zero_optimization.stage3_param_persistence_threshold": 7,
     "zero_optimization.offload_optimizer.device": "cpu",
+    "zero_optimization.offload_optimizer.nvme_path": "/nvme",
     "zero_optimization.offload_param.device": "cpu",
     "zero_optimization.cpu_offload": True,
     "zero_optimization.cpu_offload_param": True,
@@ -498,4 +518,6 @@ def test_a_key_that_is_honoured_changes_something(path):
     base |= {"scheduler.type": "WarmupDecayLR", "scheduler.params.total_num_steps": 100, "optimizer.params.lr": 0.1}
     if path.split(".")[0] in ("fp16", "bf16"):
         base[f"{path.split('.')[0]}.enabled"] = not path.endswith("enabled")
+    if path.endswith("nvme_path"):
+        base["zero_optimization.offload_optimizer.device"] = "nvme"
     assert outcome({**base, path: OTHERS[path]}) != outcome(base)

@@ -147,3 +147,10 @@ def test_what_is_refused_is_not_converted():
 
 def test_more_devices_than_there_are():
     assert "make_mesh.replica = 512" in to_gin({**CONFIG, "train_batch_size": 4096}, world_size=2048).splitlines()
+
+
+def test_state_in_files(loaded):
+    offload = {"device": "nvme", "nvme_path": "/nvme/run"}
+    loaded({"train_batch_size": 8, "zero_optimization": {"stage": 1, "offload_optimizer": offload}})
+    zero = configured("zerojax.Zero")()
+    assert (zero.offload, zero.offload_path) == (("optimizer",), "/nvme/run")

@@ -1,5 +1,6 @@
 """The engine's loop against a loop over `Zero`'s own step, bit for bit."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -66,6 +67,24 @@ def test_train_batch_is_the_loop(setting, engines):
     tiny.assert_same(engine.module_state_dict(), params)
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == counts
     assert counts == (3, 3 * accumulation, 24 * accumulation)
+
+
+def test_a_state_in_files(engines, tmp_path):
+    """Trained, saved and loaded again."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path / "files")}
+    plain, engine = (
+        engines(tiny.config(3, 3, zero_optimization={"stage": 3, **offload}))
+        for offload in ({}, {"offload_optimizer": nvme})
+    )
+    first, second, third = groups(3)
+    for group in (first, second):
+        assert tiny.train(engine, group) == pytest.approx(tiny.train(plain, group), rel=1e-5)
+    engine.save_checkpoint(tmp_path / "saved")
+    went_on = tiny.train(engine, third), engine.module_state_dict()
+    engine.load_checkpoint(tmp_path / "saved")
+    assert {type(x).__name__ for x in jax.tree.leaves(engine.state.opt_state)} >= {"DiskArray"}
+    assert tiny.train(engine, third) == went_on[0]
+    tiny.assert_same(engine.module_state_dict(), went_on[1])
 
 
 def test_offloaded_states_train_the_same(engines):

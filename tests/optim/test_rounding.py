@@ -118,6 +118,38 @@ def test_the_bits_are_those_of_one_device_and_the_same_when_resumed(make, tmp_pa
     jax.tree.map(np.testing.assert_array_equal, logical(resumed), logical(state))
 
 
+def squares(model, batch, rng):
+    return jnp.mean((batch.astype(model["w"].dtype) @ model["w"]).astype(jnp.float32) ** 2) + jnp.sum(model["b"] ** 2)
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+@pytest.mark.parametrize("make", [exact_sgd, lambda: optim.adamw(1e-2)], ids=["sgd", "adamw"])
+def test_master_weights_are_those_of_float32_master_parameters(make, compute):
+    """Bit by bit, where both begin as numbers of 16 bit: the gradients are those of one compute copy."""
+    narrow = lambda key: jax.tree.map(lambda x: x.astype(compute).astype(jnp.float32), make_model(key))
+    trained = []
+    for master, optimizer in (("float32", make()), (compute, optim.master_weights(make()))):
+        zero = Zero(stage=3, precision=Precision(master=master, compute=compute), min_shard_size=8, clip_norm=1.0)
+        state, step = zero.init(narrow, optimizer), zero.train_step(squares)
+        for batch in BATCHES:
+            state, metrics = step(state, batch)
+        trained.append((state, jax.device_get(metrics)))
+    (plain, expected), (state, metrics) = trained
+    jax.tree.map(np.testing.assert_array_equal, state.opt_state.master, plain.params)
+    jax.tree.map(np.testing.assert_array_equal, state.opt_state.inner, plain.opt_state)
+    jax.tree.map(lambda p, x: np.testing.assert_array_equal(p, x.astype(p.dtype)), state.params, plain.params)
+    assert metrics == expected
+
+
+def test_master_weights_leave_float32_parameters_alone():
+    params = {"narrow": jnp.ones(4, jnp.bfloat16), "wide": jnp.ones(4)}
+    optimizer = optim.master_weights(optax.sgd(0.1))
+    state = optimizer.init(params)
+    assert state.master["wide"] is None
+    updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
+    np.testing.assert_array_equal(updates["wide"], np.float32(-0.1) * np.ones(4, np.float32))
+
+
 def test_rounding_adds_no_collective():
     found = []
     for optimizer in (optim.adamw(1e-3), optim.stochastic_rounding(optim.narrow_state(optim.adamw(1e-3)))):
@@ -227,6 +259,10 @@ def test_moments_of_16_bit_parameters_are_float32_unless_narrowed():
             "stochastic_rounding: parameter 'w' is float16; accepted: bfloat16 or float32",
         ),
         (lambda: _update_without_params(optim.kahan(optax.sgd(1.0))), "kahan's update was given no params"),
+        (
+            lambda: _update_without_params(optim.master_weights(optax.sgd(1.0))),
+            "master_weights's update was given no params",
+        ),
     ],
 )
 def test_what_is_refused(make, message):

@@ -17,6 +17,7 @@ from tests.adapters.models import KINDS
 from zerojax import Zero, optim
 from zerojax.models.gpt import GPT
 from zerojax.weights import load_weights, save_weights
+from zerojax.zero import offload as offload_module
 from zerojax.zero.offload import offloaded_fields
 from zerojax.zero.turns import in_turns
 
@@ -356,3 +357,12 @@ def test_devices_without_pinned_host_memory_are_refused_by_name():
         "accepted: () there, or a backend with 'pinned_host'"
     )
     assert offloaded_fields((), mesh) == ()
+
+
+def test_where_it_saves_nothing_it_says_so_once_and_before_compiling(caplog):
+    offload_module._warn_of_no_effect.cache_clear()
+    mesh = Zero().mesh
+    for _ in range(2):
+        offloaded_fields(("params",), mesh)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("offload is ('params',), and devices of the backend 'cpu' compute in host")

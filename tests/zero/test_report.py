@@ -1,14 +1,20 @@
 """The report of a small step whose every figure is worked out by hand."""
 
+import dataclasses
+import functools
 import json
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import zerojax
+from tests.zero import gpt
+from zerojax import Zero
 from zerojax.precision import Precision
 from zerojax.zero.report import LeafNote, make_report
 
@@ -148,3 +154,74 @@ def test_stage_0_stores_the_whole():
     assert report.gather.expected == 0
     assert report.reduce.expected == 2 * 7 / 8 * ROWS * COLUMNS * 4  # the accumulated sum, in fp32
     assert "4 micro-batches" in str(report)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("micro_batches", "precision", "itemsize"), [(1, "fp32", 4), (4, "fp32", 4), (1, "bf16", 2)])
+def test_activations_of_an_mlp(stage, micro_batches, precision, itemsize):
+    """A sine keeps its cosine, a product its input, a square its doubled argument; batch and weights do not count."""
+    rows, dims = 16, (24, 40, 56, 8)  # no two arrays are of one size
+
+    def make_model(key):
+        return [jax.random.normal(key, shape) for shape in zip(dims, dims[1:], strict=False)]
+
+    def loss_fn(weights, batch, rng):
+        h = batch.astype(weights[0].dtype)
+        for w in weights[:-1]:
+            h = jnp.sin(h @ w)
+        return jnp.mean((h @ weights[-1]) ** 2)
+
+    zero = Zero(stage=stage, precision=precision, micro_batches=micro_batches, min_shard_size=64)
+    state = zero.abstract_state(make_model, optax.sgd(0.1))
+    step = zero.train_step(loss_fn)
+    of_a_row = 2 * dims[1] + 2 * dims[2] + dims[3]
+    batch = jax.ShapeDtypeStruct((8 * rows, dims[0]), jnp.float32)
+    assert step.activations(state, batch) == rows // micro_batches * of_a_row * itemsize
+
+
+def activations_of_a_gpt(remat, rows, vocab):
+    """Bytes that the backward pass reads of a GPT's forward pass on `rows` rows, by hand, in fp32 and int32.
+
+    A layer normalisation keeps what it normalised, before its scale, and the inverse of the deviation; a linear layer
+    its input; the GELU its argument. Attention goes over the queries in four quarters, of which each keeps its queries,
+    the keys and values up to them, the weights before and after the division, and what they were divided by and shifted
+    by.
+    """
+    tokens, dim, heads, layers = rows * gpt.LENGTH, gpt.DIM, gpt.HEADS, gpt.LAYERS
+    norm = tokens * dim + tokens
+    # Indices into the embedding, the last norm and its result, logits, targets, their normalisers and weights; a flag.
+    head = 4 * (tokens + norm + tokens * dim + tokens * vocab + 3 * tokens) + 1
+    if remat:
+        return 4 * layers * tokens * dim + head  # each layer's input
+    quarter = gpt.LENGTH // 4
+    keys = [quarter, 2 * quarter, 3 * quarter, 4 * quarter]
+    weights = sum(rows * heads * quarter * n for n in keys)
+    attention = tokens * dim + sum(2 * rows * n * dim for n in keys) + 2 * weights + 2 * 4 * rows * heads * quarter
+    layer = 2 * (norm + tokens * dim) + tokens * dim + 2 * tokens * 4 * dim + attention
+    masks = weights + 4 * weights  # booleans and what stands in the place of hidden weights, the same in all layers
+    return 4 * layers * layer + masks + head
+
+
+@pytest.mark.parametrize(("stage", "remat"), [(1, True), (3, True), (1, False)])
+def test_activations_of_a_gpt(stage, remat):
+    vocab = 520  # logits of another size than the embedding, by which stage 3 would know it
+    zero = Zero(stage=stage, mesh=zerojax.make_mesh())
+    state = zero.abstract_state(functools.partial(gpt.make_gpt, vocab_size=vocab, remat=remat), optax.adamw(1e-3))
+    found = zero.train_step(gpt.next_token_loss).activations(state, gpt.BATCH_SHAPE)
+    assert found == activations_of_a_gpt(remat, gpt.BATCH // 8, vocab)
+
+
+def test_activations_and_the_largest_buffers_are_in_the_report():
+    report = gpt.report(3)
+    data = json.loads(json.dumps(report.as_dict()))
+    assert report.activations == activations_of_a_gpt(True, gpt.BATCH // 8, gpt.VOCAB)
+    assert data["activations"] == report.activations
+    assert len(report.buffers) == len(data["buffers"]) == 5
+    assert data["buffers"][0] == json.loads(json.dumps(dataclasses.asdict(report.buffers[0])))
+    assert [b.bytes for b in report.buffers] == sorted((b.bytes for b in report.buffers), reverse=True)
+    (row,) = [line for line in str(report).splitlines() if line.startswith("activations kept")]
+    assert "2.10 MB" in row
+    for b in report.buffers:
+        rows = [line for line in str(report).splitlines() if line.startswith(f"{b.name}  ")]
+        assert any(b.source in row and b.phase in row and f"[{','.join(map(str, b.shape))}]" in row for row in rows)
+        assert b.source.startswith("zerojax/models/")

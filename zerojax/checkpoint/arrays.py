@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from zerojax.zero.disk import DiskArray
+
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
@@ -17,8 +19,9 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 64 << 20
 
 
-def start_write(directory: Path, arrays: Mapping[str, jax.Array]) -> list[Callable[[], Any]]:
-    """Copies this process's shards of `arrays` to the host and starts to write them.
+def start_write(directory: Path, arrays: Mapping[str, jax.Array | DiskArray]) -> list[Callable[[], Any]]:
+    """Copies this process's shards of `arrays` to the host and starts to write them; those in files are read and
+    written one after the other, and that is waited for.
 
     Returns when the copies are made: the arrays may then be donated. Each function returned waits for a part of the
     writing and raises what stopped it.
@@ -66,16 +69,32 @@ def _handler() -> "ocp.PyTreeCheckpointHandler":
     import orbax.checkpoint as ocp
 
     logging.getLogger("absl").addFilter(_is_news)
-    array_handler = ocp.type_handlers.ArrayHandler(
+
+    class Handler(ocp.type_handlers.ArrayHandler):
+        """Of arrays, and of those in files, which are in memory one at a time."""
+
+        async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+            entries = list(zip(values, infos, args, strict=True))
+            arrays = [entry for entry in entries if not isinstance(entry[0], DiskArray)]
+            futures = list(await super().serialize(*zip(*arrays, strict=True))) if arrays else []
+            for value, info, arg in entries:
+                if isinstance(value, DiskArray):
+                    for future in await super().serialize([value.read()], [info], [arg]):
+                        future.result()
+            return futures
+
+    handler = Handler(
         # With one process, slices of replicas only make more and smaller chunks.
         use_replica_parallel=jax.process_count() > 1,
         enable_write_sharding_file=False,
         array_metadata_store=None,
     )
+    registry = ocp.type_handlers.create_type_handler_registry()
+    registry.add((jax.Array, DiskArray), handler)
     return ocp.PyTreeCheckpointHandler(
         # Trained weights compress by a few percent, at several times the cost of writing them.
         use_compression=False,
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, array_handler)),
+        type_handler_registry=registry,
     )
 
 

@@ -1,12 +1,9 @@
 """The error that says a checkpoint could not be written or read."""
 
-import shutil
 from pathlib import Path
 
 from zerojax.errors import RunError
-
-# How the operating system says that a file system or a quota is full, in whatever exception it arrives.
-_FULL = ("No space left on device", "Disk quota exceeded", "File too large")
+from zerojax.space import free_bytes, megabytes, says_full
 
 
 class CheckpointError(RunError):
@@ -19,20 +16,20 @@ def check_space(path: Path, needed: int) -> None:
     Raises:
       CheckpointError: if fewer bytes are free.
     """
-    free = _free(path)
+    free = free_bytes(path)
     if free < needed:
         raise CheckpointError(
-            f"checkpoint {path} was not saved: the disk is full: {_size(free)} free, {_size(needed)} needed;"
+            f"checkpoint {path} was not saved: the disk is full: {megabytes(free)} free, {megabytes(needed)} needed;"
             " earlier checkpoints are intact"
         )
 
 
 def write_error(path: Path, error: BaseException, needed: int) -> CheckpointError:
     """The one-line form of what stopped the writing of `path`, `needed` bytes of arrays in all."""
-    if any(phrase in str(error) for phrase in _FULL):
+    if says_full(error):
         return CheckpointError(
             f"checkpoint {path} was not saved: the disk, a quota or a limit on a file's size is exhausted:"
-            f" {_size(_free(path))} free, {_size(needed)} needed; earlier checkpoints are intact"
+            f" {megabytes(free_bytes(path))} free, {megabytes(needed)} needed; earlier checkpoints are intact"
         )
     if isinstance(error, CheckpointError):
         return error
@@ -43,11 +40,3 @@ def first_line(error: BaseException) -> str:
     """Class and first line of an error, for a message that has one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _free(path: Path) -> int:
-    return shutil.disk_usage(next(parent for parent in path.parents if parent.exists())).free
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"

@@ -27,6 +27,7 @@ from zerojax.checkpoint.manifest import FileRecord, LeafRecord, Manifest
 from zerojax.checkpoint.names import named_leaves
 from zerojax.checkpoint.processes import agreed, barrier, is_primary
 from zerojax.errors import UserError
+from zerojax.zero.disk import DiskArray
 
 TEMPORARY = ".tmp"
 DISCARD_ATTEMPTS, DISCARD_PAUSE = 20, 0.1  # seconds
@@ -73,7 +74,7 @@ def start_save(
 
     Args:
       target: the directory to come; it does not exist, or is empty.
-      tree: a pytree of global `jax.Array`s.
+      tree: a pytree of global `jax.Array`s and `DiskArray`s.
       logical: a tree of the same names with each leaf's logical shape and dtype.
       extra: a dict as `json.dumps` writes it; the primary process's is saved.
       on_commit: called by the primary process in the background, after the commit.
@@ -124,7 +125,7 @@ def _records(leaves: Mapping[str, Any], logical: Any) -> dict[str, LeafRecord]:
     if leaves.keys() != records.keys():
         raise UserError(f"state and logical shapes name different leaves: {sorted(leaves.keys() ^ records.keys())}")
     for name, leaf in leaves.items():
-        if not isinstance(leaf, jax.Array):
+        if not isinstance(leaf, jax.Array | DiskArray):
             raise UserError(f"leaf {name} of the state is a {type(leaf).__name__}; accepted: jax.Array")
         if str(leaf.dtype) != records[name].dtype:
             raise UserError(f"leaf {name} is {leaf.dtype}, its logical dtype {records[name].dtype}")

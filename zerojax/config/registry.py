@@ -29,7 +29,7 @@ SCHEDULES = (
 ).split()
 
 DEEPSPEED_OPTIMIZERS = "adam adamw lamb lion adagrad sgd muon by_name grouped".split()
-ROUNDINGS = "stochastic_rounding kahan narrow_state".split()
+ROUNDINGS = "stochastic_rounding kahan master_weights narrow_state".split()
 DEEPSPEED_SCHEDULES = "warmup_lr warmup_decay_lr warmup_cosine_lr one_cycle one_cycle_momentum lr_range_test".split()
 
 

@@ -22,13 +22,13 @@ from zerojax.engine.logs import EngineLogs
 from zerojax.engine.loss import PendingLoss, Place, wait_for_all
 from zerojax.engine.models import Source
 from zerojax.engine.optimizers import Optimizer
-from zerojax.engine.record import StepRecord, ends_if_skipped
+from zerojax.engine.record import StepRecord
 from zerojax.engine.schedule import Scheduler
 from zerojax.errors import UserError, shown
 from zerojax.mesh import data_parallel_size
 from zerojax.weighted import Weighted
 from zerojax.zero import EvalStep, LossStep, State, TrainStep, Zero
-from zerojax.zero.loss_scale import scale_of
+from zerojax.zero.loss_scale import copied, scale_of
 from zerojax.zero.step import mean
 
 
@@ -509,13 +509,15 @@ class Engine:
     def _update(self, batches: Sequence[Any]) -> jax.Array:
         """One step over micro-batches; returns their losses, (M,)."""
         step, batch = self.train_step, interleaved(batches)
-        ends = ends_if_skipped(self.zero.policy.loss_scale, self.state.loss_scale)
+        scaling = self.zero.policy.loss_scale
+        scaler = None if scaling is None else copied(self.state.loss_scale)
         before = self._updates() if self._updates_before is None else self._updates_before
         began = time.perf_counter()
         self.state, metrics, losses = step.run(self.state, batch)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
-        self._last = StepRecord(self.global_steps, self.global_samples, before, metrics, ends, began)
+        scalers = None if scaler is None else (scaler, copied(self.state.loss_scale))
+        self._last = StepRecord(self.global_steps, self.global_samples, before, metrics, scaling, scalers, began)
         self._updates_before, self._applied = metrics["step"], True
         self._logs.step(self._last)
         return losses

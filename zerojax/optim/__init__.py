@@ -13,6 +13,7 @@ from zerojax.optim.names import momentum_by_name as momentum_by_name
 from zerojax.optim.names import schedule_by_name as schedule_by_name
 from zerojax.optim.orthogonal import muon as muon
 from zerojax.optim.rounding import kahan as kahan
+from zerojax.optim.rounding import master_weights as master_weights
 from zerojax.optim.rounding import narrow_state as narrow_state
 from zerojax.optim.rounding import stochastic_rounding as stochastic_rounding
 from zerojax.optim.schedules import CYCLE_B2 as CYCLE_B2

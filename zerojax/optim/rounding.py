@@ -43,6 +43,18 @@ class KahanState(NamedTuple):
     inner: Any
 
 
+class MasterState(NamedTuple):
+    """State of `master_weights`.
+
+    Attributes:
+        master: for each 16-bit parameter its float32 master copy; None for others.
+        inner: the optimizer's.
+    """
+
+    master: Any
+    inner: Any
+
+
 def stochastic_rounding(
     optimizer: optax.GradientTransformation, *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
@@ -124,6 +136,43 @@ def kahan(optimizer: optax.GradientTransformation) -> optax.GradientTransformati
         )
         steps = jax.tree.map(lambda p, u, new: _step(p, new) if _is_narrow(p) else u, params, updates, rounded)
         return steps, KahanState(lost, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def master_weights(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """``optimizer`` for 16-bit parameters, which updates float32 master copies in its own state and rounds those.
+
+    It is training with float32 master parameters (Micikevicius et al. 2018, arXiv:1710.03740, section 3.1), which lie
+    with the moments, so that ``Zero(offload="optimizer")`` takes both off the device and leaves 16 bits of each
+    parameter there. The masters begin as the 16-bit parameters. Float32 parameters are left as they are.
+
+    Args:
+        optimizer: any optax transformation.
+
+    >>> p, optimizer = jnp.ones(2, jnp.bfloat16), master_weights(optax.sgd(1.0))
+    >>> state = optimizer.init(p)
+    >>> for _ in range(8):  # each step by itself is rounded away
+    ...     updates, state = optimizer.update(jnp.full(2, -1e-3), state, p)
+    ...     p = optax.apply_updates(p, updates)
+    >>> p.tolist(), state.master.dtype.name
+    ([1.0078125, 1.0078125], 'float32')
+    """
+    inner = in_float32(optimizer)
+
+    def init(params: Any) -> MasterState:
+        return MasterState(jax.tree.map(lambda p: _wide(p) if _is_narrow(p) else None, params), inner.init(params))
+
+    def update(gradients: Any, state: MasterState, params: Any = None, **extra: Any) -> tuple[Any, MasterState]:
+        _check_given("master_weights", params)
+        before = jax.tree.map(lambda p, m: p if m is None else m, params, state.master)
+        updates, inner_state = inner.update(gradients, state.inner, before, **extra)
+        after = optax.apply_updates(before, updates)
+        master = jax.tree.map(lambda p, x: x if _is_narrow(p) else None, params, after)
+        steps = jax.tree.map(
+            lambda p, u, x: _step(p, x.astype(p.dtype)) if _is_narrow(p) else u, params, updates, after
+        )
+        return steps, MasterState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -11,7 +11,9 @@ from zerojax.adapters import take_apart
 from zerojax.checkpoint.names import named_leaves
 from zerojax.errors import UserError, shown
 from zerojax.weights.transforms import Shape
+from zerojax.zero.disk import DiskArray
 from zerojax.zero.state import State
+from zerojax.zero.streamed import new_opt_state
 
 FIELDS = ("params", "frozen")
 
@@ -88,6 +90,9 @@ def _abstract_model(state: State) -> Any:
 def _new_opt_state(state: State, params: Any) -> Any:
     """What the optimizer begins with: it may hold copies of the parameters, which would be the old ones."""
     layout = state.layout
+    if layout.uses_files:
+        places = [x.successor() if isinstance(x, DiskArray) else x for x in jax.tree.leaves(state.opt_state)]
+        return new_opt_state(layout, params, jax.tree.unflatten(jax.tree.structure(state.opt_state), places))
     for leaf in jax.tree.leaves(state.opt_state):
         leaf.delete()
 

@@ -15,6 +15,7 @@ from zerojax.mesh import REPLICA_AXIS, data_axes
 from zerojax.precision import Precision
 from zerojax.remat import Policy, Remat
 from zerojax.weighted import Weighted
+from zerojax.zero.activations import kept_bytes
 from zerojax.zero.gather import FetchAtUse, GatherAtUse, Point, UseGathered, loss_running
 from zerojax.zero.partition import Leaf
 from zerojax.zero.plan import Plan, make_plan
@@ -38,6 +39,8 @@ class LocalLoss:
       tell_uses: called with what tracing the loss has found.
       norms: paths of parameters that tracing the loss has found to belong to normalisations.
       plan: what is rematerialised, once `planned` has found out.
+      tell_kept: where it is given, called with the bytes that the forward pass of a micro-batch keeps for the backward
+        pass.
     """
 
     loss_fn: Callable[..., Any]
@@ -50,6 +53,7 @@ class LocalLoss:
     tell_uses: Callable[[Uses], None] = lambda uses: None
     norms: frozenset[str] = frozenset()
     plan: Plan = Plan()
+    tell_kept: Callable[[int], None] | None = None
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -287,7 +291,10 @@ def local_gradients(
         weight = jax.lax.psum(weight, axes)
         return scale / jnp.where(weight == 0, 1.0, weight)
 
-    gradient = jax.value_and_grad(loss.rematerialised(objective), has_aux=True)
+    differentiated = loss.rematerialised(objective)
+    if loss.tell_kept is not None:
+        loss.tell_kept(kept_bytes(differentiated, operands, either(shared, first_rows), key_of(0), first))
+    gradient = jax.value_and_grad(differentiated, has_aux=True)
 
     def micro_batch(
         shared: Any, i: jax.Array | int, batch: Any, rows: Any

@@ -17,7 +17,7 @@ LONGEST_PLAYED_LOOP = 100_000
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
 _NAME = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
-_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,<= ]*)\]")
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,<= ]*)\](?:\{[^{}]*?S\((\d+)\)[^{}]*\})?")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _COMMENT = re.compile(r"/\*.*?\*/")
 _TRIP_COUNT = re.compile(r"known_trip_count\W+n\W+(\d+)")
@@ -25,12 +25,15 @@ _CALLEES = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation|branch_computations|called_computations)="
     r"(\{[^{}]*\}|%?[\w.\-]+)"
 )
-_TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{file_name_id=(\d+) .*?line=(\d+)|\{file_location_id=(\d+))')
+_TABLE_ROW = re.compile(
+    r'^(\d+) (?:"(.*)"|\{file_name_id=(\d+) .*?line=(\d+)|\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?)'
+)
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array type such as `bf16[24,2048]`.
+    """An array type such as `bf16[24,2048]`, in a memory space: 0 is the device's.
 
     >>> Array("bf16", (24, 2048)).bytes
     98304
@@ -40,6 +43,7 @@ class Array:
 
     dtype: str
     shape: tuple[int, ...]
+    space: int = 0
 
     @property
     def bytes(self) -> int:
@@ -61,7 +65,7 @@ class Instruction:
       callees: the computations it names, by attribute ("body", "condition", "calls", ...).
       trip_count: what the compiler wrote of a loop's length.
       op_name: the JAX operation it came from.
-      source: "file:line" of that operation, where known.
+      frames: "file:line" of that operation and of what called it, innermost first, where known.
     """
 
     name: str
@@ -72,7 +76,12 @@ class Instruction:
     callees: Mapping[str, tuple[str, ...]]
     trip_count: int | None
     op_name: str
-    source: str
+    frames: tuple[str, ...]
+
+    @property
+    def source(self) -> str:
+        """The innermost frame, or an empty text."""
+        return self.frames[0] if self.frames else ""
 
     def attribute(self, name: str) -> str:
         """The value of `name=value`, or the first of `name={value,...}`; empty if there is none."""
@@ -90,12 +99,14 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program: its computations by name, the entry's name, and the devices it runs on."""
+    """A program: its computations by name, the entry's name, the devices it runs on, and which of its results, by
+    number, take the place of which arguments."""
 
     computations: Mapping[str, Computation]
     entry: str
     replicas: int
     partitions: int
+    aliases: Mapping[int, int]
 
 
 def parse_hlo(text: str) -> Module:
@@ -130,7 +141,14 @@ def parse_hlo(text: str) -> Module:
                 computations[name] = Computation(current, instruction.name)
     if not entry:
         raise ValueError("the text holds no ENTRY computation; accepted: compiled.as_text() of a compiled program")
-    return Module(computations, entry, _count("replica_count", module_line), _count("num_partitions", module_line))
+    aliased = module_line.partition("input_output_alias={")[2].partition(" }")[0]
+    return Module(
+        computations,
+        entry,
+        _count("replica_count", module_line),
+        _count("num_partitions", module_line),
+        {int(result or 0): int(argument) for result, argument in _ALIAS.findall(aliased)},
+    )
 
 
 def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | None:
@@ -183,7 +201,7 @@ def _split(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _parse_instruction(line: str, sources: Mapping[int, str]) -> Instruction | None:
+def _parse_instruction(line: str, sources: Mapping[int, tuple[str, ...]]) -> Instruction | None:
     if not (head := _NAME.match(line)):
         return None
     rest = line[head.end() :]
@@ -202,8 +220,8 @@ def _parse_instruction(line: str, sources: Mapping[int, str]) -> Instruction | N
         name=head[2],
         opcode=opcode[1],
         arrays=tuple(
-            Array(dtype, tuple(int(n.strip(" <=")) for n in dims.split(",") if n.strip()))
-            for dtype, dims in _ARRAY.findall(rest[:type_end])
+            Array(dtype, tuple(int(n.strip(" <=")) for n in dims.split(",") if n.strip()), int(space or 0))
+            for dtype, dims, space in _ARRAY.findall(rest[:type_end])
         ),
         operands=tuple(part.split()[-1].removeprefix("%") for part in _split(operands) if part.strip()),
         attributes=attributes,
@@ -213,30 +231,35 @@ def _parse_instruction(line: str, sources: Mapping[int, str]) -> Instruction | N
         },
         trip_count=int(trips[1]) if trips else None,
         op_name=op_name[1] if op_name else "",
-        source=f"{file_line[1]}:{file_line[2]}" if file_line else sources.get(int(frame[1]), "") if frame else "",
+        frames=(f"{file_line[1]}:{file_line[2]}",) if file_line else sources.get(int(frame[1]), ()) if frame else (),
     )
 
 
-def _sources(lines: Sequence[str]) -> dict[int, str]:
-    """ "file:line" by stack frame, from the tables that newer XLA prints before the computations."""
+def _sources(lines: Sequence[str]) -> dict[int, tuple[str, ...]]:
+    """The "file:line"s of each stack frame, from the tables that newer XLA prints before the computations."""
     files: dict[int, str] = {}
     locations: dict[int, str] = {}
-    frames: dict[int, str] = {}
+    frames: dict[int, tuple[str, int]] = {}
     section = ""
     for line in lines:
         if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
             section = line
         elif section and (row := _TABLE_ROW.match(line)):
-            number, name, file, file_line, location = row.groups()
+            number, name, file, file_line, location, parent = row.groups()
             if section == "FileNames":
                 files[int(number)] = name
             elif section == "FileLocations":
                 locations[int(number)] = f"{files.get(int(file), '')}:{file_line}"
             elif section == "StackFrames":
-                frames[int(number)] = locations.get(int(location), "")
+                frames[int(number)] = (locations.get(int(location), ""), int(parent or 0))
         elif _HEADER.match(line):
             break
-    return frames
+    # XLA prints the number of a frame's parent one too large; of a frame without one, 1.
+    shift = 1 if any(number == parent for number, (_, parent) in frames.items()) else 0
+    chains: dict[int, tuple[str, ...]] = {}
+    for number, (location, parent) in sorted(frames.items()):  # a parent stands before its children
+        chains[number] = (location, *chains.get(parent - shift, ()))
+    return chains
 
 
 _ARITHMETIC = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "and": operator.and_}

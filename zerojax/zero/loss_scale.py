@@ -69,6 +69,12 @@ def after_step(policy: LossScale | None, state: ScalerState, overflow: jax.Array
     return state._replace(scale=scale, hysteresis=left.astype(jnp.int32))
 
 
+@jax.jit
+def copied(state: ScalerState) -> ScalerState:
+    """A copy for a look at it later: the next step takes a state's memory."""
+    return jax.tree.map(jnp.copy, state)
+
+
 def check_not_exhausted(policy: LossScale | None, before: ScalerState, after: ScalerState) -> None:
     """Stops a run whose step overflowed when the scale could not be halved any more.
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.mesh import SHARD_AXIS
+from zerojax.zero.disk import OnDisk
 
 # What a cut along the first of several dimensions costs, as a share of the leaf: a longer padding is worse.
 # The first dimension may be a stack of layers that a scan walks along, which no device can walk over shards of.
@@ -120,6 +121,7 @@ class Leaf:
       batch_axes: of a leaf with a row for each example, the mesh axes that its first dim is split over with the batch.
       in_norm: of a parameter, whether it belongs to a normalisation (see `Parts`).
       offloaded: whether it lies in pinned host memory between steps.
+      directory: where it lies in files between steps, or `None`.
     """
 
     name: str
@@ -129,6 +131,7 @@ class Leaf:
     batch_axes: tuple[str, ...] = ()
     in_norm: bool = False
     offloaded: bool = False
+    directory: str | None = None
 
     @property
     def path(self) -> str:
@@ -157,8 +160,14 @@ class Leaf:
         return self.cut.dim is not None or self.offloaded
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
-        """Where the stored leaf lies between steps."""
+        """Where the stored leaf lies between steps; where it is brought to, if it lies in files."""
         return NamedSharding(mesh, self.spec, memory_kind=PINNED_HOST if self.offloaded else None)
+
+    def abstract(self, mesh: Mesh) -> jax.ShapeDtypeStruct | OnDisk:
+        """The stored leaf without its values."""
+        if self.directory is not None:
+            return OnDisk(self.stored_shape, self.dtype, self.sharding(mesh), self.directory)
+        return jax.ShapeDtypeStruct(self.stored_shape, self.dtype, sharding=self.sharding(mesh))
 
     def store(self, x: jax.Array, mesh: Mesh) -> jax.Array:
         """The stored form of a logical array, in the leaf's dtype and shards, without a weak type, on the device."""

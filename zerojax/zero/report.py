@@ -12,7 +12,9 @@ from zerojax.mesh import REPLICA_AXIS, SHARD_AXIS
 from zerojax.paths import path_name
 from zerojax.precision import Precision
 from zerojax.zero import formulas
+from zerojax.zero.buffers import Buffer, largest_buffers
 from zerojax.zero.collectives import Collective, mesh_axes, read_collectives
+from zerojax.zero.streaming import AT_ONCE as IN_FILES_AT_ONCE
 from zerojax.zero.turns import AT_ONCE, Turn
 
 NAMES = {"parameters": "master parameters", "frozen": "frozen parameters", "optimizer": "optimizer state"}
@@ -63,15 +65,20 @@ class Report:
       frozen: parameters that are not trained, F bytes of them.
       optimizer: the optimizer's state, as stored between steps on the device.
       host: what of these three is stored in host memory, for each device.
+      disk: what of the optimizer's state is stored in files, for each device.
       passing: of that, what the update has on the device at once.
       other: the rest of the state: step, rng, variables.
       gradients: the accumulated gradients, by formula: the compiler counts them among the temporaries.
       model_states: parameters in the compute dtype, gradients and stored state together, by formula.
+      activations: what the forward pass of one micro-batch makes and keeps for its backward pass, of the traced program
+        on one device's rows; `None` where it was not traced. Parameters, what gather points made of them and the batch
+        do not count. Over model axes it is not divided: the compiler does that.
       temporaries: of the compiled step: activations, gradients, gathered parameters, buffers.
       arguments: of the compiled step: state and batch.
       outputs: of the compiled step: state and metrics.
       aliased: part of the outputs that takes the place of donated arguments.
       code: the compiled code.
+      buffers: the largest buffers at the step's peak, arguments included, with the lines that made them.
       gather: sent to gather parameters.
       reduce: sent to reduce gradients, over shards and replicas, and the metrics with them.
       sent: sent in all.
@@ -88,15 +95,18 @@ class Report:
     frozen: Figure
     optimizer: Figure
     host: dict[str, Figure]
+    disk: Figure
     passing: Figure
     other: Figure
     gradients: Figure
     model_states: Figure
+    activations: int | None
     temporaries: int
     arguments: int
     outputs: int
     aliased: int
     code: int
+    buffers: tuple[Buffer, ...]
     gather: Figure
     reduce: Figure
     sent: Figure
@@ -129,11 +139,12 @@ class Report:
         return out
 
     def __str__(self) -> str:
-        blocks = [self._heading(), _table(self._memory_rows()), _table(self._traffic_rows())]
+        blocks = [self._heading(), table(self._memory_rows()), table(buffer_rows(self.buffers))]
+        blocks.append(table(self._traffic_rows()))
         if self.collectives:
-            blocks.append(_table(self._collective_rows()))
+            blocks.append(table(self._collective_rows()))
         if self.notes:
-            blocks.append(_table(self._note_rows()))
+            blocks.append(table(self._note_rows()))
         return "\n\n".join([*blocks, *self.remarks])
 
     def _heading(self) -> str:
@@ -154,25 +165,29 @@ class Report:
             ("other state", self.other),
             ("state between steps", state),
         ):
-            rows.append([name, _human(figure.bytes), _share(figure.bytes, state.bytes), *_beside(figure)])
+            rows.append([name, human(figure.bytes), _share(figure.bytes, state.bytes), *_beside(figure)])
         for name, figure in self.host.items():
-            rows.append([f"{NAMES[name]}, in host memory", _human(figure.bytes), "", *_beside(figure)])
+            rows.append([f"{NAMES[name]}, in host memory", human(figure.bytes), "", *_beside(figure)])
+        if self.disk.bytes:
+            rows.append([f"{NAMES['optimizer']}, on disk", human(self.disk.bytes), "", *_beside(self.disk)])
         if self.passing.bytes:
-            rows.append(["of it at once on the device in the update", _human(self.passing.bytes), "", "", "", ""])
+            rows.append(["of it at once on the device in the update", human(self.passing.bytes), "", "", "", ""])
         rows.append(["accumulated gradients, by formula", "", "", *_beside(self.gradients)])
         rows.append(["ZeRO's model states, by formula", "", "", *_beside(self.model_states)])
+        if self.activations is not None:
+            rows.append(["activations kept for the backward pass", human(self.activations), "", "", "", ""])
         compiled = (
             ("compiled step: arguments", self.arguments),
             ("compiled step: temporaries", self.temporaries),
             ("compiled step: outputs not aliased", self.outputs - self.aliased),
             ("compiled step: in all", self.peak),
         )
-        return rows + [[name, _human(n), _share(n, self.peak), "", "", ""] for name, n in compiled]
+        return rows + [[name, human(n), _share(n, self.peak), "", "", ""] for name, n in compiled]
 
     def _traffic_rows(self) -> list[list[str]]:
         rows = [["sent in a step", "bytes", "share", "ZeRO's formula", "", "ratio"]]
         for name, figure in (("to gather", self.gather), ("to reduce", self.reduce), ("in all", self.sent)):
-            rows.append([name, _human(figure.bytes), _share(figure.bytes, self.sent.bytes), *_beside(figure)])
+            rows.append([name, human(figure.bytes), _share(figure.bytes, self.sent.bytes), *_beside(figure)])
         return rows
 
     def _collective_rows(self) -> list[list[str]]:
@@ -186,13 +201,13 @@ class Report:
         for (kind, axes, dtype, *note), members in sorted(grouped.items(), key=lambda kv: kv[0][0] == "tiny ones"):
             sent = sum(c.bytes_sent for c in members)
             count = f"{sum(c.count for c in members):,}"
-            rows.append([kind, axes, dtype, count, _human(sent), _share(sent, self.sent.bytes), *(note or [""])])
+            rows.append([kind, axes, dtype, count, human(sent), _share(sent, self.sent.bytes), *(note or [""])])
         return rows
 
     def _note_rows(self) -> list[list[str]]:
         rows = [["leaf", "shape", "bytes", ""]]
         for note in sorted(self.notes, key=lambda note: -note.bytes):
-            rows.append([note.path, "x".join(map(str, note.shape)) or "scalar", _human(note.bytes), note.note])
+            rows.append([note.path, "x".join(map(str, note.shape)) or "scalar", human(note.bytes), note.note])
         return rows
 
 
@@ -208,6 +223,8 @@ def make_report(
     notes: Iterable[LeafNote] = (),
     offloaded: Mapping[str, Any] | None = None,
     turns: Sequence[Turn] = (),
+    activations: int | None = None,
+    in_files: bool = False,
 ) -> Report:
     """A report of a compiled step.
 
@@ -221,9 +238,11 @@ def make_report(
       micro_batches: M.
       kept: paths of parameters that the model sees in `precision.kept` in place of the compute dtype.
       notes: leaves to name.
-      offloaded: whether each leaf lies in host memory, in trees of the structure of params, frozen and opt_state under
-        these names; none of them by default.
+      offloaded: whether each leaf lies in host memory or in files, in trees of the structure of params, frozen and
+        opt_state under these names; none of them by default.
       turns: in which the update brings them to the device.
+      activations: bytes per device kept for the backward pass, as `TrainStep.activations` traces them.
+      in_files: whether those of the optimizer lie in files.
     """
     logical = state.layout.logical
     shards, replicas = mesh.shape[SHARD_AXIS], mesh.shape.get(REPLICA_AXIS, 1)
@@ -243,10 +262,13 @@ def make_report(
     }
     (parameters, frozen, optimizer), in_host = zip(*stored.values(), strict=True)
     host = {name: figure for name, figure in zip(NAMES, in_host, strict=True) if figure.bytes}
+    disk = host.pop("optimizer") if in_files else Figure(0)
     compute, wire = (n / max(n_parameters, 1) for n in _seen(logical["params"], precision, kept))
     frozen_sent = _frozen_sent(logical["frozen"], shards, stage, precision, kept, micro_batches)
-    at_once = max((sum(turn.bytes for turn in turns[i : i + AT_ONCE]) for i in range(len(turns))), default=0)
-    collectives = read_collectives(compiled.as_text())
+    count = IN_FILES_AT_ONCE if in_files else AT_ONCE
+    at_once = max((sum(turn.bytes for turn in turns[i : i + count]) for i in range(len(turns))), default=0)
+    text = compiled.as_text()
+    collectives = read_collectives(text)
     memory = compiled.memory_analysis()
     accumulate = precision.accumulate.itemsize
     expected = formulas.communication(
@@ -277,9 +299,10 @@ def make_report(
         frozen=frozen,
         optimizer=optimizer,
         host=host,
+        disk=disk,
         passing=Figure(at_once / (shards if stage >= 1 else 1)),
         other=Figure(
-            sum(map(_shard_bytes, jax.tree.leaves((state.step, state.variables, state.rng, state.loss_scale))))
+            sum(map(shard_bytes, jax.tree.leaves((state.step, state.variables, state.rng, state.loss_scale))))
         ),
         gradients=gradients,
         model_states=_model_states(
@@ -293,11 +316,13 @@ def make_report(
             compute,
             in_host="parameters" in host,
         ),
+        activations=activations,
         temporaries=memory.temp_size_in_bytes,
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         code=memory.generated_code_size_in_bytes,
+        buffers=largest_buffers(text),
         gather=Figure(gathered, expected.gather + frozen_sent, gather_words + (" and F" if frozen_sent else "")),
         reduce=Figure(reduced, expected.reduce + expected.replicate, reduce_words),
         sent=Figure(
@@ -308,7 +333,7 @@ def make_report(
         ),
         collectives=collectives,
         notes=tuple(notes),
-        remarks=_remarks(mesh, precision, collectives, host, turns),
+        remarks=_remarks(mesh, precision, collectives, host, turns, in_files),
     )
 
 
@@ -343,7 +368,7 @@ def _stored(
         whole = _whole_bytes([logical[i] for i in there])
         each = "" if unit == "F" and whole == n else f"{whole / max(n, 1):.3g}"
         return Figure(
-            sum(_shard_bytes(arrays[i]) for i in there),
+            sum(shard_bytes(arrays[i]) for i in there),
             formulas.stored(whole, shards, stage, itemsize=1),
             f"{each}{unit}{'/N' if stage >= 1 else ''}",
         )
@@ -394,7 +419,7 @@ def _whole_bytes(logical: Sequence[Any]) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in logical)
 
 
-def _shard_bytes(leaf: Any) -> int:
+def shard_bytes(leaf: Any) -> int:
     """Bytes of a global array that one device holds, or has in host memory."""
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
@@ -412,11 +437,15 @@ def _remarks(
     collectives: Sequence[Collective],
     host: Mapping[str, Figure],
     turns: Sequence[Turn],
+    in_files: bool,
 ) -> tuple[str, ...]:
     remarks = []
     if turns:
         times = f"in {len(turns)} turns" if len(turns) > 1 else "all at once: the optimizer ties its leaves together"
-        remarks.append(f"The update brings what is in host memory to the device {times}.")
+        where = "on disk" if in_files else "in host memory"
+        remarks.append(f"The update brings what is {where} to the device {times}.")
+    if in_files:
+        remarks.append("The compiled step is that of the gradients; each turn of the update is a program of its own.")
     if host and mesh.devices.flat[0].platform == "cpu":
         remarks.append("XLA's CPU compiler counts host memory among the arguments and outputs of the device.")
     if host and not mesh.local_devices[0].addressable_memories():
@@ -428,6 +457,15 @@ def _remarks(
     return tuple(remarks)
 
 
+def buffer_rows(buffers: Sequence[Buffer]) -> list[list[str]]:
+    """The rows of a table of buffers."""
+    rows = [["largest at the peak", "bytes", "count", "of", "in", "made at"]]
+    for b in buffers:
+        shape = f"{b.dtype}[{','.join(map(str, b.shape))}]"
+        rows.append([b.name, human(b.bytes), f"{b.count} x", shape, b.phase, b.source])
+    return rows
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
@@ -436,10 +474,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _human(n: float | None) -> str:
+def human(n: float | None) -> str:
     """Bytes in decimal units, three digits.
 
-    >>> _human(999), _human(1.31e9), _human(0), _human(1_000_000), _human(999_999)
+    >>> human(999), human(1.31e9), human(0), human(1_000_000), human(999_999)
     ('999 B', '1.31 GB', '0 B', '1.00 MB', '1.00 MB')
     """
     if n is None:
@@ -461,10 +499,10 @@ def _beside(figure: Figure) -> list[str]:
     if figure.expected is None:
         return ["", "", ""]
     ratio = f"{figure.bytes / figure.expected:.3f}" if figure.bytes is not None and figure.expected else ""
-    return [_human(figure.expected), figure.formula, ratio]
+    return [human(figure.expected), figure.formula, ratio]
 
 
-def _table(rows: list[list[str]]) -> str:
+def table(rows: list[list[str]]) -> str:
     """Rows in aligned columns under a ruled header; columns of figures to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     figures = [all(not cell or cell[0].isdigit() for cell in column[1:]) for column in zip(*rows, strict=True)]

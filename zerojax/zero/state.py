@@ -47,14 +47,8 @@ class Layout:
 
     @property
     def abstract(self) -> "State":
-        """The state as `jax.ShapeDtypeStruct`s of the stored shapes, with shardings."""
-        return State(
-            **jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=leaf.sharding(self.mesh)),
-                self.leaves,
-            ),
-            layout=self,
-        )
+        """The state as `jax.ShapeDtypeStruct`s of the stored shapes, with shardings; `OnDisk` for leaves in files."""
+        return State(**jax.tree.map(lambda leaf: leaf.abstract(self.mesh), self.leaves), layout=self)
 
     def store(self, field: str, tree: Any) -> Any:
         """The stored form of a tree of logical arrays for a field of the state."""
@@ -71,6 +65,20 @@ class Layout:
     def send(self, field: str, tree: Any) -> Any:
         """A stored tree of a field of the state where it lies between steps."""
         return jax.tree.map(lambda leaf, x: leaf.send(x, self.mesh), self.leaves[field], tree)
+
+    @property
+    def uses_files(self) -> bool:
+        """Whether some leaves lie in files between steps."""
+        return any(leaf.directory is not None for leaf in jax.tree.leaves(self.leaves))
+
+    def in_memory(self, state: "State") -> "State":
+        """A state with `None` for the leaves that lie in files."""
+        if not self.uses_files:
+            return state
+        opt_state = jax.tree.map(
+            lambda leaf, x: None if leaf.directory else x, self.leaves["opt_state"], state.opt_state
+        )
+        return dataclasses.replace(state, opt_state=opt_state)
 
     @property
     def offloads(self) -> bool:
@@ -122,7 +130,7 @@ class State:
         attributes' names; for Linen variables, the collection "params".
       frozen: the other parameters in their own dtype, in a tree of the same structure; each has `None` where the other
         has an array.
-      opt_state: the optax state.
+      opt_state: the optax state; leaves that lie in files are `DiskArray`s.
       variables: arrays of the model that are carried but not trained, such as BatchNorm's statistics.
       rng: uint32 data of the key that all randomness of training is folded from.
       loss_scale: the state of loss scaling, and the number of steps skipped.

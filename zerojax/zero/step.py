@@ -2,6 +2,7 @@
 
 import abc
 import collections
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -21,8 +22,9 @@ from zerojax.zero.gradients import LocalLoss, local_gradients, local_loss, local
 from zerojax.zero.loss_scale import scale_of
 from zerojax.zero.stages import Stage
 from zerojax.zero.state import Layout, State
+from zerojax.zero.streamed import StreamedStep
 from zerojax.zero.turns import Turn
-from zerojax.zero.update import apply_update
+from zerojax.zero.update import Gradients, apply_update, metrics_after
 from zerojax.zero.uses import Uses
 
 METRICS = ("loss", "grad_norm", "loss_scale", "skipped", "step")
@@ -42,22 +44,33 @@ class Settings:
     batch_statistics: str
 
 
+# Around each run of a step: a context made of the step, the layout of its state and its placed batch.
+Watch = Callable[["Step", Layout, Any], contextlib.AbstractContextManager[None]]
+
+
+def unwatched(step: "Step", layout: Layout, batch: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 class Step(abc.ABC):
     """A compiled function of a state and a batch; compiled once for each layout and shape of batch.
 
     Attributes:
       settings: of the loss and of the update.
+      watched: the context in which it runs.
       uses: how the loss uses the parameters, for each layout that was traced at stages 2 and 3.
       turns: in which turns the update brings offloaded leaves to the device, for each such layout that was traced.
     """
 
-    def __init__(self, loss_fn: Callable[..., Any], settings: Settings):
+    def __init__(self, loss_fn: Callable[..., Any], settings: Settings, watched: Watch = unwatched):
         if not callable(loss_fn):
             raise UserError(f"loss_fn is {shown(loss_fn)}; accepted: a function of (model, batch, rng)")
         self.loss_fn, self.settings = loss_fn, settings
+        self.watched = watched
         self.jitted = functools.cache(self._jit)
         self.uses: dict[Layout, Uses] = {}
         self.turns: dict[Layout, tuple[Turn, ...]] = {}
+        self._ran: set[Any] = set()
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
     def run(self, state: State, batch: Any) -> Any:
@@ -70,8 +83,14 @@ class Step(abc.ABC):
             raise UserError(
                 "this state was given to a step before, which reuses its memory; accepted: the state that step returned"
             )
-        out = self.jitted(state.layout)(state, self.place(state.layout, batch))
-        self._pace(state.layout, out)
+        layout, placed = state.layout, self.place(state.layout, batch)
+        program = layout, tuple((x.shape, x.dtype) for x in jax.tree.leaves(placed))
+        with self.watched(self, layout, placed):
+            out = self.jitted(layout)(self._given(state), placed)
+            if program not in self._ran:  # an allocation that fails may be told only to who waits for the result
+                jax.block_until_ready(out)
+                self._ran.add(program)
+        self._pace(layout, out)
         return out
 
     def _pace(self, layout: Layout, out: Any) -> None:
@@ -84,7 +103,11 @@ class Step(abc.ABC):
 
     def lower(self, state: State, batch: Any) -> jax.stages.Lowered:
         """As `jax.jit(...).lower`; state and batch may be of `jax.ShapeDtypeStruct`s."""
-        return self.jitted(state.layout).lower(state, self.place(state.layout, batch))
+        return self.jitted(state.layout).lower(self._given(state), self.place(state.layout, batch))
+
+    def _given(self, state: State) -> State:
+        """What the compiled function is given of a state."""
+        return state.layout.in_memory(state)
 
     def local_loss(self, layout: Layout, *, training: bool) -> LocalLoss:
         settings = self.settings
@@ -173,22 +196,35 @@ class TrainStep(Step):
     def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
         return self.run(state, batch)[:2]
 
+    def _given(self, state: State) -> State:
+        return state
+
     @property
     def micro_batches(self) -> int:
         return self.settings.micro_batches
 
-    def _jit(self, layout: Layout) -> Any:
-        loss = self.local_loss(layout, training=True)
+    def activations(self, state: State, batch: Any) -> int:
+        """Bytes per device that the forward pass of a micro-batch keeps for its backward pass, as traced."""
+        told: list[int] = []
+        loss = dataclasses.replace(self.local_loss(state.layout, training=True), tell_kept=told.append)
+        key, scale = jax.random.key_data(jax.random.key(0)), jnp.ones((), jnp.float32)
+        jax.eval_shape(
+            self._gradients(state.layout, loss),
+            state.params, state.frozen, state.variables, key, scale, self.place(state.layout, batch),
+        )  # fmt: skip
+        return told[0]
+
+    def _gradients(self, layout: Layout, loss: LocalLoss) -> Callable[..., Any]:
+        """`local_gradients` as a function of global arrays."""
         specs = [leaf.spec for leaf in layout.param_leaves]
         whole = PartitionSpec()
-        gradients_of = self.manual(
-            layout,
-            functools.partial(local_gradients, loss, self.micro_batches),
-            2,
-            (whole, whole, specs, layout.variable_specs),
-        )
+        local = functools.partial(local_gradients, loss, self.micro_batches)
+        return self.manual(layout, local, 2, (whole, whole, specs, layout.variable_specs))
 
-        def train_step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array], jax.Array]:
+    def _jit(self, layout: Layout) -> Any:
+        gradients_of = self._gradients(layout, self.local_loss(layout, training=True))
+
+        def gradients_in(state: State, batch: Any) -> Gradients:
             key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
             scale = scale_of(self.settings.precision.loss_scale, state.loss_scale)
             losses, aux, gradients, variables = gradients_of(
@@ -198,15 +234,17 @@ class TrainStep(Step):
             inverse = jnp.where(total.weight == 0, 0.0, 1.0 / total.weight)  # a batch of no weight changes nothing
             gradients = [g * inverse.astype(g.dtype) for g in gradients]
             gradients = jax.tree.unflatten(jax.tree.structure(state.params), gradients)
-            tell = functools.partial(self.turns.__setitem__, layout)
-            state, norm = apply_update(layout, state, gradients, variables, mean(total), self.settings, tell)
-            metrics = metrics_of(total, aux, reserved=METRICS) | {
-                "grad_norm": norm,
-                "loss_scale": scale,
-                "skipped": state.loss_scale.skipped,
-                "step": state.step,
-            }
-            return state, metrics, mean(losses)
+            metrics = metrics_of(total, aux, reserved=METRICS) | {"loss_scale": scale}
+            return Gradients(gradients, variables, mean(total), mean(losses), metrics)
+
+        tell = functools.partial(self.turns.__setitem__, layout)
+        if layout.uses_files:
+            return StreamedStep(layout, gradients_in, self.settings, tell)
+
+        def train_step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array], jax.Array]:
+            new = gradients_in(state, batch)
+            state, norm = apply_update(layout, state, new.gradients, new.variables, new.loss, self.settings, tell)
+            return state, new.metrics | metrics_after(state.step, state.loss_scale, norm), new.losses
 
         everywhere = NamedSharding(layout.mesh, PartitionSpec())
         return jax.jit(train_step, donate_argnums=0, out_shardings=(layout.shardings, everywhere, everywhere))

@@ -46,9 +46,71 @@ def in_turns(
     """
     program, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
     run = _Run(program, jax.tree.leaves(operands))
-    turns = turns_of(program.jaxpr.in_avals, run.needs())
+    in_host = lambda x: jax.typeof(x).memory_space == jax.memory.Space.Host
+    turns = turns_of(program.jaxpr.in_avals, run.needs(map(in_host, jax.tree.leaves(operands))))
     tell(turns)
     return jax.tree.unflatten(jax.tree.structure(shapes), run.results(turns, after))
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a function that is compiled by itself.
+
+    Attributes:
+      turn: which results it returns, and which of its operands have waited for that.
+      takes: numbers of the operands that it is called with.
+      function: from a sequence of operands to a list of results; the same object for pieces that compute the same.
+    """
+
+    turn: Turn
+    takes: tuple[int, ...]
+    function: Callable[[Sequence[Any]], list[Any]]
+
+
+def waiting_turns(program: core.ClosedJaxpr, waits: Iterable[bool]) -> tuple[Turn, ...]:
+    """The turns of a traced function, of each of whose operands is given whether it waits for one.
+
+    >>> program = jax.make_jaxpr(lambda a, b, c: (a + c, b + c, 2 * c))(1.0, 2.0, 3.0)
+    >>> [(turn.operands, turn.results) for turn in waiting_turns(program, [True, True, False])]
+    [((0,), (0,)), ((1,), (1,))]
+    """
+    return turns_of(program.in_avals, _abstract(program).needs(waits))
+
+
+def pieces_of(program: core.ClosedJaxpr, turns: Sequence[Turn]) -> list[Piece]:
+    """A traced function in pieces: one for each turn, and a last one for the results of none.
+
+    >>> program = jax.make_jaxpr(lambda a, b, c: (a + c, b + c, 2 * c))(1.0, 2.0, 3.0)
+    >>> first, second, rest = pieces_of(program, waiting_turns(program, [True, True, False]))
+    >>> first.takes, second.takes, rest.takes, first.function is second.function
+    ((0, 2), (1, 2), (2,), True)
+    >>> second.turn.results, float(second.function([1.0, 2.0])[0])
+    ((1,), 3.0)
+    """
+    made = {result for turn in turns for result in turn.results}
+    rest = tuple(i for i in range(len(program.out_avals)) if i not in made)
+    alike: dict[str, Callable[[Sequence[Any]], list[Any]]] = {}
+    return [_piece(program, turn, alike) for turn in (*turns, *([Turn((), rest, 0)] if rest else []))]
+
+
+def _piece(program: core.ClosedJaxpr, turn: Turn, alike: dict[str, Any]) -> Piece:
+    """A piece whose function is one of `alike`, by their texts, if that computes the same."""
+    takes = _abstract(program).operands_behind(turn.results)
+
+    def function(given: Sequence[Any]) -> list[Any]:
+        operands = dict(zip(takes, given, strict=True))
+        return _Run(program, [operands.get(i) for i in range(len(program.in_avals))]).made(turn.results)
+
+    traced = jax.make_jaxpr(function)([program.in_avals[i] for i in takes])
+    text = traced.jaxpr.pretty_print(use_color=False, custom_pp_eqn_rules=False)
+    if not traced.consts:
+        function = alike.setdefault(text, function)
+    return Piece(turn, takes, function)
+
+
+def _abstract(program: core.ClosedJaxpr) -> "_Run":
+    """A traced program whose operands are not there."""
+    return _Run(program, [None] * len(program.in_avals))
 
 
 def turns_of(operands: Sequence[Any], needs: Sequence[frozenset[int]]) -> tuple[Turn, ...]:
@@ -132,13 +194,10 @@ class _Run:
             numbers |= dict(zip(eqn.outvars, made, strict=True))
         return [number(atom) for atom in jaxpr.outvars]
 
-    def needs(self) -> list[frozenset[int]]:
-        """The operands in host memory that each result is made of; what an operation makes needs all that it takes."""
-        needs = {
-            number: frozenset([i])
-            for i, number in enumerate(self._operands)
-            if jax.typeof(self._values[number]).memory_space == jax.memory.Space.Host
-        }
+    def needs(self, waits: Iterable[bool]) -> list[frozenset[int]]:
+        """Of the operands that wait, those that each result is made of; what an operation makes needs all it takes."""
+        waiting = enumerate(zip(self._operands, waits, strict=True))
+        needs = {number: frozenset([i]) for i, (number, waits) in waiting if waits}
         nothing: frozenset[int] = frozenset()
         for op in self._operations:
             needs |= dict.fromkeys(op.makes, nothing.union(*(needs.get(number, nothing) for number in op.takes)))
@@ -155,6 +214,18 @@ class _Run:
             self._compute(self._behind(self._results[result] for result in turn.results))
         self._compute(sorted(self._left))
         return [self._values[number] for number in self._results]
+
+    def operands_behind(self, results: Iterable[int]) -> tuple[int, ...]:
+        """The operands that some results are made of."""
+        numbers = {self._results[result] for result in results}
+        numbers |= {number for i in self._behind(numbers) for number in self._operations[i].takes}
+        return tuple(i for i, number in enumerate(self._operands) if number in numbers)
+
+    def made(self, results: Sequence[int]) -> list[Any]:
+        """Some results, computed with nothing but the operations that they need."""
+        numbers = [self._results[result] for result in results]
+        self._compute(self._behind(numbers))
+        return [self._values[number] for number in numbers]
 
     def _behind(self, numbers: Iterable[int]) -> list[int]:
         """The operations that are still to be computed for some values."""

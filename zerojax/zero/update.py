@@ -13,9 +13,29 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.precision import Precision
-from zerojax.zero.loss_scale import after_step
+from zerojax.zero.loss_scale import ScalerState, after_step
 from zerojax.zero.state import Layout, State
 from zerojax.zero.turns import Turn, in_turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """What a step computes before the update.
+
+    Attributes:
+      gradients: in stored form, unscaled.
+      variables: the model's, after the step.
+      loss: a scalar.
+      losses: of each micro-batch, (M,).
+      metrics: scalars by name.
+    """
+
+    gradients: Any
+    variables: Any
+    loss: jax.Array
+    losses: jax.Array
+    metrics: dict[str, jax.Array]
+
 
 UPDATED = ("step", "params", "opt_state", "variables")
 
@@ -49,6 +69,34 @@ def all_finite(gradients: Any) -> jax.Array:
     return jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(gradients)]).all()
 
 
+def metrics_after(step: jax.Array, loss_scale: ScalerState, norm: jax.Array) -> dict[str, jax.Array]:
+    """The metrics that are known after the update."""
+    return {"grad_norm": norm, "skipped": loss_scale.skipped, "step": step}
+
+
+def update_of(layout: Layout) -> Callable[[Any, Any, Any, jax.Array], tuple[Any, Any]]:
+    """The update as a function of parameters, optimizer state and gradients, all stored and fetched, and of the loss.
+
+    It returns the new parameters and optimizer state, stored but not sent.
+    """
+    optimizer = optax.with_extra_args_support(layout.optimizer)
+
+    def update(params: Any, opt_state: Any, gradients: Any, loss: jax.Array) -> tuple[Any, Any]:
+        params, opt_state = layout.view("params", params), layout.view("opt_state", opt_state)
+        updates, opt_state = optimizer.update(layout.view("params", gradients), opt_state, params, value=loss)
+        return layout.store("params", optax.apply_updates(params, updates)), layout.store("opt_state", opt_state)
+
+    return update
+
+
+def prepared(layout: Layout, gradients: Any, settings: UpdateSettings) -> tuple[Any, jax.Array, jax.Array]:
+    """Stored gradients, clipped, their global norm before, and whether the step is not to be skipped."""
+    logical = layout.view("params", gradients)
+    norm = global_norm(logical)
+    finite = all_finite(logical) if settings.precision.skips else jnp.array(True)
+    return clip(gradients, norm, settings.clip_norm), norm, finite
+
+
 def apply_update(
     layout: Layout,
     state: State,
@@ -64,20 +112,16 @@ def apply_update(
     host memory come to the device in turns, which `tell` is called with, once the gradients are there.
     """
     policy = settings.precision
-    gradients = layout.view("params", gradients)
-    norm = global_norm(gradients)
-    finite = all_finite(gradients) if policy.skips else jnp.array(True)
-    gradients = clip(gradients, norm, settings.clip_norm)
-    optimizer = optax.with_extra_args_support(layout.optimizer)
+    gradients, norm, finite = prepared(layout, gradients, settings)
+    update = update_of(layout)
 
     def updated(before: dict[str, Any], gradients: Any, variables: Any, loss: jax.Array, finite: jax.Array) -> Any:
         before = {field: layout.fetch(field, tree) for field, tree in before.items()}
-        params, opt_state = (layout.view(field, before[field]) for field in ("params", "opt_state"))
-        updates, opt_state = optimizer.update(gradients, opt_state, params, value=loss)
+        params, opt_state = update(before["params"], before["opt_state"], gradients, loss)
         after = {
             "step": before["step"] + 1,
-            "params": layout.store("params", optax.apply_updates(params, updates)),
-            "opt_state": layout.store("opt_state", opt_state),
+            "params": params,
+            "opt_state": opt_state,
             "variables": layout.store("variables", variables),
         }
         if policy.skips:

@@ -90,7 +90,7 @@ def verify(
         raise UserError(
             f"verify runs in {jax.process_count()} processes; accepted: one, which may emulate the devices of many"
         )
-    zero = dataclasses.replace(zero, precision="fp32")
+    zero = dataclasses.replace(zero, precision="fp32", offload_path=None)
     single = dataclasses.replace(zero, stage=0, mesh=make_mesh(devices=zero.mesh.devices.flat[:1]))
     optimizer = optax.chain(_recorded(), optimizer)
     states = [settings.init(make_model, optimizer, seed) for settings in (single, zero)]

@@ -1,8 +1,10 @@
 """`Zero`: the settings of sharded training, and what they make."""
 
+import contextlib
 import dataclasses
 import functools
 import numbers
+import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -13,22 +15,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.adapters import Adapter, take_apart
 from zerojax.errors import UserError, shown
-from zerojax.mesh import SHARD_AXIS, as_zero_mesh, data_axes, data_parallel_size
-from zerojax.paths import path_name, require_matches
+from zerojax.mesh import as_zero_mesh
+from zerojax.paths import require_matches
 from zerojax.precision import Precision
 from zerojax.remat import Policy, Remat
+from zerojax.zero.disk import opened
 from zerojax.zero.loss_scale import initial_state
 from zerojax.zero.notes import leaf_notes
-from zerojax.zero.offload import names_of, offloaded_fields
-from zerojax.zero.partition import Leaf, cut_of, is_large
+from zerojax.zero.offload import names_of, path_of
+from zerojax.zero.out_of_memory import explained, init_details, step_details
+from zerojax.zero.partition import Leaf
+from zerojax.zero.placement import Placement
 from zerojax.zero.report import Report, make_report
 from zerojax.zero.stages import Stage, stage_of
 from zerojax.zero.state import Layout, State
-from zerojax.zero.step import EvalStep, LossStep, Settings, TrainStep
+from zerojax.zero.step import EvalStep, LossStep, Settings, Step, TrainStep
+from zerojax.zero.streamed import new_opt_state
 from zerojax.zero.trainable import chosen, divide
 from zerojax.zero.verify import Verification, verify
 
-PARTITIONED = ("params", "frozen", "opt_state")
 TRAINING_SALT = 0x7A65726F  # keeps the randomness of training apart from the initialisation's
 
 
@@ -50,6 +55,9 @@ class Zero:
       offload: what lies in pinned host memory between steps: "optimizer", the optimizer's state; "params", the master
         parameters and those that are not trained; one of them, or a tuple. Leaves of fewer than `min_shard_size`
         elements stay on the device. A step brings it to the device part by part, and computes the same.
+      offload_path: a directory; what `offload` names as "optimizer" lies in files there instead, each process's shards
+        in its own, for a state larger than host memory. They are scratch, no checkpoint: what they hold ends with the
+        process. Parameters lie in no files.
       trainable: which parameters are trained: a function of a parameter's path ("blocks/mlp/up/kernel") and the
         parameter, or for an NNX model an NNX filter such as `nnx.LoRAParam`; all of them by default. The others have no
         gradient, no optimizer state and no master copy, keep their dtype, and lie in shards like the rest.
@@ -79,6 +87,7 @@ class Zero:
     remat: str | Remat | Policy | None = None
     min_shard_size: int = 1024
     offload: str | tuple[str, ...] = ()
+    offload_path: str | os.PathLike[str] | None = None
     trainable: Any = None
     per_example: Any = None
     batch_statistics: Literal["global", "per_device"] = "global"
@@ -90,6 +99,7 @@ class Zero:
         _check("micro_batches", self.micro_batches, numbers.Integral, lambda n: n >= 1, "a positive integer")
         _check("min_shard_size", self.min_shard_size, numbers.Integral, lambda n: n >= 0, "an integer of at least 0")
         object.__setattr__(self, "offload", names_of(self.offload))
+        object.__setattr__(self, "offload_path", path_of(self.offload_path, names_of(self.offload)))
         if self.clip_norm is not None:
             _check("clip_norm", self.clip_norm, numbers.Real, lambda norm: norm > 0, "a positive number, or None")
         remat = Remat.of(self.remat)
@@ -109,7 +119,16 @@ class Zero:
         return Precision.of(self.precision)
 
     @property
-    def _step_settings(self) -> Settings:
+    def placement(self) -> Placement:
+        """What decides where the leaves of a state lie."""
+        mesh = as_zero_mesh(self.mesh)
+        offload = names_of(self.offload)
+        path = path_of(self.offload_path, offload)
+        return Placement(mesh, self.stage, offload, path, self.min_shard_size, self.micro_batches)
+
+    @property
+    def step_settings(self) -> Settings:
+        """What a step does."""
         remat = Remat.of(self.remat)
         return Settings(self.row, self.policy, self.micro_batches, self.clip_norm, remat, self.batch_statistics)
 
@@ -125,10 +144,15 @@ class Zero:
           seed: of the parameters and of all randomness in training.
 
         Raises:
-          UserError: if the model has no floating parameters or the optimizer is no optax transformation.
+          UserError: if the model has no floating parameters, the optimizer is no optax transformation, or nothing can
+            be written at `offload_path`.
+          RunError: if there is too little room.
         """
         _check("seed", seed, numbers.Integral, lambda n: True, "an integer")
-        return self._init(make_model, optimizer)(jax.random.key(seed))
+        lower = lambda zero: zero._init(make_model, optimizer).lower(jax.random.key(seed))
+        details = lambda: init_details(self, lower, self.abstract_state(make_model, optimizer))
+        with explained("the state", details):
+            return jax.block_until_ready(self._init(make_model, optimizer)(jax.random.key(seed)))
 
     def abstract_state(self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation) -> State:
         """The state that `init` would make, as `jax.ShapeDtypeStruct`s with shardings; nothing is allocated."""
@@ -149,15 +173,15 @@ class Zero:
           Metrics are scalars on the device: "loss", "grad_norm" (before clipping), "loss_scale", "skipped", "step"
           (updates applied), and the dict's, averaged over micro-batches and devices.
         """
-        return TrainStep(loss_fn, self._step_settings)
+        return TrainStep(loss_fn, self.step_settings, self._watched)
 
     def eval_step(self, loss_fn: Callable[..., Any]) -> EvalStep:
         """The compiled evaluation `(state, batch) -> metrics` with "loss", its "weight", and the dict's scalars."""
-        return EvalStep(loss_fn, self._step_settings)
+        return EvalStep(loss_fn, self.step_settings, self._watched)
 
     def loss_step(self, loss_fn: Callable[..., Any]) -> LossStep:
         """The compiled loss `(state, batch, i) -> loss` of a training step's micro-batch i, without the update."""
-        return LossStep(loss_fn, self._step_settings)
+        return LossStep(loss_fn, self.step_settings, self._watched)
 
     def gather(self, state: State) -> Any:
         """The whole model, of the kind and the dtypes that `make_model` returned, on every device."""
@@ -206,8 +230,9 @@ class Zero:
           batch: arrays or `jax.ShapeDtypeStruct`s.
 
         Returns:
-          Bytes of parameters, optimizer state, gradients and temporaries, every collective, and each leaf that is not
-          simply in shards; `print` gives a table, `as_dict` plain data.
+          Bytes of parameters, optimizer state, gradients, activations and temporaries, the largest buffers with the
+          lines that made them, every collective, and each leaf that is not simply in shards; `print` gives a table,
+          `as_dict` plain data.
         """
         compiled, layout = step.lower(state, batch).compile(), state.layout
         loss = step.local_loss(layout, training=True).knowing(step.uses.get(layout))
@@ -221,14 +246,31 @@ class Zero:
             micro_batches=step.settings.micro_batches,
             kept={leaf.path for leaf in leaves if loss.compute_of(leaf) != loss.precision.compute},
             notes=leaf_notes(layout, step.settings.stage, step.uses.get(layout), self.min_shard_size),
-            offloaded=jax.tree.map(lambda leaf: leaf.offloaded, layout.leaves),
+            offloaded=jax.tree.map(lambda leaf: leaf.offloaded or leaf.directory is not None, layout.leaves),
+            in_files=layout.uses_files,
             turns=step.turns.get(layout, ()),
+            activations=step.activations(state, batch),
         )
 
+    def _watched(self, step: Step, layout: Layout, batch: Any) -> contextlib.AbstractContextManager[None]:
+        """The context of a step's run, in which an allocation that fails is explained."""
+        what = {TrainStep: "a training step", EvalStep: "an evaluation"}.get(type(step), "a loss")
+        return explained(what, functools.partial(step_details, self, step, layout, batch))
+
     def _init(self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation) -> Any:
-        """The compiled function of a key that builds a state."""
+        """The function of a key that builds a state, compiled but for what lies in files."""
         layout, build = self._plan(make_model, optimizer)
-        return jax.jit(build, out_shardings=layout.shardings)
+        if not layout.uses_files:
+            return jax.jit(build, out_shardings=layout.shardings)
+        places = opened(layout.abstract.opt_state)
+        without = lambda state: dataclasses.replace(state, opt_state=None)
+        build_rest = jax.jit(lambda key: without(build(key)), out_shardings=without(layout.shardings))
+
+        def build_all(key: jax.Array) -> State:
+            state = build_rest(key)
+            return dataclasses.replace(state, opt_state=new_opt_state(layout, state.params, places))
+
+        return build_all
 
     def _plan(
         self, make_model: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation
@@ -265,26 +307,11 @@ class Zero:
                     f"trainable is {shown(self.trainable)}, which no parameter matches; accepted: one that does"
                 )
             raise UserError("make_model returned a model without floating parameters; accepted: at least one")
-        mesh = as_zero_mesh(self.mesh)
-        shards = mesh.shape[SHARD_AXIS] if self.row.partitions else 1
-        offloaded = offloaded_fields(names_of(self.offload), mesh)
-
-        def plan(field: str, path: Any, x: jax.ShapeDtypeStruct) -> Leaf:
-            cut = cut_of(x.shape, shards if field in PARTITIONED else 1, self.min_shard_size)
-            in_host = field in offloaded and is_large(x.shape, self.min_shard_size)
-            return Leaf(_name(field, path), x.shape, x.dtype, cut, offloaded=in_host)
-
-        leaves = {
-            field: jax.tree_util.tree_map_with_path(functools.partial(plan, field), tree)
-            for field, tree in shapes.items()
-        }
         adapter, dtypes, rows, in_norms = made[0]
+        leaves = self.placement.leaves(shapes, rows)
         for field in ("params", "frozen"):
             leaves[field] = jax.tree.map(_with_norm, leaves[field], in_norms, is_leaf=lambda x: x is None)
-        leaves["variables"] = jax.tree.map(
-            lambda leaf, has_rows: _with_rows(leaf, has_rows, mesh, self.micro_batches), leaves["variables"], rows
-        )
-        layout = Layout(mesh, adapter, optimizer, leaves, dtypes)
+        layout = Layout(self.placement.mesh, adapter, optimizer, leaves, dtypes)
         paths = [leaf.path for leaf in (*layout.param_leaves, *layout.frozen_leaves)]
         require_matches("Precision.keep", self.policy.keep, paths)
 
@@ -299,19 +326,6 @@ def _with_norm(leaf: Leaf | None, in_norm: bool) -> Leaf | None:
     return leaf and dataclasses.replace(leaf, in_norm=in_norm)
 
 
-def _with_rows(leaf: Leaf, has_rows: bool, mesh: Mesh, micro_batches: int) -> Leaf:
-    """The leaf of a variable, split with the batch if it has a row for each example."""
-    if not has_rows:
-        return leaf
-    parts = data_parallel_size(mesh) * micro_batches
-    if not leaf.shape or leaf.shape[0] % parts:
-        raise UserError(
-            f"per_example chooses {leaf.name!r} of shape {leaf.shape}; accepted: arrays whose first axis is the batch, "
-            f"a multiple of {parts} (devices x micro-batches)"
-        )
-    return dataclasses.replace(leaf, batch_axes=data_axes(mesh))
-
-
 @functools.lru_cache(maxsize=8)
 def _gathering(layout: Layout) -> Any:
     """The compiled function of stored parameters and variables that makes them whole, in the model's own dtypes."""
@@ -323,10 +337,6 @@ def _gathering(layout: Layout) -> Any:
         return layout.join_params(jax.tree.leaves(params), jax.tree.leaves(frozen)), variables
 
     return jax.jit(whole, out_shardings=NamedSharding(layout.mesh, PartitionSpec()))
-
-
-def _name(field: str, path: Any) -> str:
-    return "/".join(filter(None, (field, path_name(path))))
 
 
 def _local(x: jax.Array) -> jax.Array:

@@ -18,11 +18,13 @@ OFFLOAD = {
 def check_supported(raw: RawConfig) -> None:
     """Raises a UserError that names the first key which asks for what zerojax does not do, what to do instead, and
     the other such keys."""
-    for device, _, _ in OFFLOAD.values():
-        if raw.get(device) == "nvme":
-            raise raw.error(
-                device, " is 'nvme', which is not supported: host memory is all there is; accepted: 'none' or 'cpu'"
-            )
+    device, _, _ = OFFLOAD["params"]
+    if raw.get(device) == "nvme":
+        raise raw.error(
+            device,
+            " is 'nvme', which is not supported: the optimizer's state alone lies in files; accepted: 'none' or 'cpu' "
+            "here, and 'nvme' as offload_optimizer.device",
+        )
     refused = list(dict.fromkeys(_refused(raw)))
     if refused:
         key, *others = refused
@@ -49,8 +51,8 @@ def notes(raw: RawConfig) -> tuple[str, ...]:
 
 
 def offload_is_asked(raw: RawConfig, device: str, old: str) -> bool:
-    """Whether the key `device`, or `old` that it replaced, says that something goes to host memory."""
-    return raw.get(device) == "cpu" or raw.get(old) is True
+    """Whether the key `device`, or `old` that it replaced, says that something leaves the device between steps."""
+    return raw.get(device) in ("cpu", "nvme") or raw.get(old) is True
 
 
 def _stages(numbers: tuple[int, ...]) -> str:

@@ -85,6 +85,11 @@ def resolve(
         make_schedule(raw.source, scheduler, optimizer_lr=0.0)
     sizes = {TRAIN: train_batch_size, MICRO: micro_batch_size, STEPS: gradient_accumulation_steps}
     stage = raw.get("zero_optimization.stage")
+    offload = tuple(
+        name
+        for name, (device, old, stages) in OFFLOAD.items()
+        if stage in stages and offload_is_asked(raw, device, old)
+    )
     return DeepSpeedConfig(
         source=raw.source,
         world_size=world_size,
@@ -94,11 +99,8 @@ def resolve(
         gradient_clipping=float(raw.get("gradient_clipping")),
         min_shard_size=raw.values.get(THRESHOLD) if stage == 3 else None,
         offload_activations=raw.get("activation_checkpointing.cpu_checkpointing"),
-        offload=tuple(
-            name
-            for name, (device, old, stages) in OFFLOAD.items()
-            if stage in stages and offload_is_asked(raw, device, old)
-        ),
+        offload=offload,
+        offload_path=_offload_path(raw) if "optimizer" in offload else None,
         mesh_axes=_mesh_axes(raw, world_size),
         optimizer=optimizer,
         scheduler=scheduler,
@@ -146,6 +148,17 @@ def _loss_scale(raw: RawConfig) -> LossScale:
         field = str(error).removeprefix("LossScale.").partition(" ")[0]
         theirs = next(theirs for theirs, ours in names.items() if ours == field)
         raise raw.error(f"fp16.{theirs}", str(error).removeprefix(f"LossScale.{field}")) from None
+
+
+def _offload_path(raw: RawConfig) -> str | None:
+    """Where the optimizer's state is in files, if it is."""
+    section = "zero_optimization.offload_optimizer"
+    if raw.get(f"{section}.device") != "nvme":
+        return None
+    path = raw.get(f"{section}.nvme_path")
+    if not path:
+        raise raw.error(f"{section}.nvme_path", f" is {shown(path)} beside the device 'nvme'; accepted: a directory")
+    return path
 
 
 def _mesh_axes(raw: RawConfig, world_size: int) -> dict[str, int] | None:

@@ -40,6 +40,7 @@ class DeepSpeedConfig:
       min_shard_size: parameters with fewer elements stay whole; `None` for `Zero`'s default.
       offload_activations: whether what the backward pass needs waits in the host's memory.
       offload: what is in host memory between steps, under `Zero.offload`'s names.
+      offload_path: the directory where the optimizer's state is in files instead, or `None`.
       mesh_axes: "replica" and "data" of `make_mesh`, or `None` for all devices on one axis.
       optimizer: the optimizer, or `None`.
       scheduler: the learning rate's schedule, or `None`.
@@ -60,6 +61,7 @@ class DeepSpeedConfig:
     min_shard_size: int | None
     offload_activations: bool
     offload: tuple[str, ...]
+    offload_path: str | None
     mesh_axes: Mapping[str, int] | None
     optimizer: Named | None
     scheduler: Named | None
@@ -101,6 +103,8 @@ class DeepSpeedConfig:
             settings["min_shard_size"] = self.min_shard_size
         if self.offload:
             settings["offload"] = self.offload
+        if self.offload_path is not None:
+            settings["offload_path"] = self.offload_path
         return settings
 
     @property

@@ -8,6 +8,7 @@ from zerojax.config.deepspeed.keys.key import (
     FLAG,
     INTEGER,
     NUMBER,
+    TEXT,
     Key,
     Status,
     choice,
@@ -24,14 +25,15 @@ _COMPILED = "XLA schedules the collectives of the compiled step"
 _STAGE3 = "XLA schedules the gathers of stage 3, and frees what was gathered after its use"
 _LOADING = "a checkpoint loads at any stage, precision and number of devices"
 _EAGER = "there are no module hooks: a parameter is gathered where the traced model uses it"
-_ZENFLOW = "the update is computed on the device: offload_optimizer alone keeps its state in host memory"
+_ZENFLOW = "the update is computed on the device: offload_optimizer alone keeps its state elsewhere"
 _QUANTISED = (
     'collectives carry the compute dtype: set `"bf16": {"enabled": true}`, or mics_shard_size for slow networks'
 )
-_PINNED = "the host memory of what is offloaded is always pinned"
-_NO_NVME = "nothing is kept on NVMe"
+_PINNED = "host memory that a state lies in is always pinned"
+_FILES = "at most three turns of the update are in memory: one is read, one computed, one written"
+_NO_NVME = "parameters lie in no files"
 _COPIES = "XLA schedules the copies, and the update is computed on the device"
-_ALL_OFFLOADED = "all of the optimizer's state is in host memory, and less on the device than asked for"
+_ALL_OFFLOADED = "all of the optimizer's state is in one place, and less on the device than asked for"
 _DEVICE = optional(choice("none", "cpu", "nvme"))
 
 _GATHER_ON_SAVE = needless(
@@ -99,7 +101,7 @@ ZERO: tuple[Key, ...] = (
         needless("override_module_apply", FLAG, True, _EAGER),
         needless("log_trace_cache_warnings", FLAG, False, _EAGER),
         needless("enable_sanity_checks", FLAG, False, "shapes and placements are checked when the step is traced"),
-        needless("save_muon_momentum_buffer_in_memory", FLAG, False, _NO_NVME),
+        needless("save_muon_momentum_buffer_in_memory", FLAG, False, _ALL_OFFLOADED),
         needless("compute_grad_norm", FLAG, True, "the step's metrics always hold the norm"),
         *section(
             "leaf_module",
@@ -133,14 +135,14 @@ ZERO: tuple[Key, ...] = (
                 "device",
                 _DEVICE,
                 "none",
-                '"cpu" at stages 1 to 3: "optimizer" in `Zero.offload`; the fp32 master parameters go with '
-                'offload_param; "nvme" is refused',
+                '"cpu" at stages 1 to 3: "optimizer" in `Zero.offload`; "nvme": with `Zero.offload_path` too; the fp32 '
+                "master parameters go with offload_param",
                 auto=True,
             ),
+            honoured("nvme_path", optional(TEXT), None, '`Zero.offload_path` where the device is "nvme"'),
             *parts(
                 Status.NEEDLESS,
-                _NO_NVME,
-                nvme_path=None,
+                _FILES,
                 buffer_count=4,
                 pipeline=False,
                 pipeline_read=False,
@@ -223,7 +225,7 @@ AIO: tuple[Key, ...] = section(
     "",
     *parts(
         Status.NEEDLESS,
-        _NO_NVME,
+        _FILES,
         block_size=1_048_576,
         queue_depth=8,
         intra_op_parallelism=1,
