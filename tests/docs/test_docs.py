@@ -19,7 +19,7 @@ from zerojax.config.deepspeed import markdown_table
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("concepts", "api", "deepspeed", "decisions", "examples")),
+    *(f"docs/{name}.md" for name in ("concepts", "api", "deepspeed", "decisions", "examples", "memory")),
     "CHANGELOG.md",
 ]
 README_NAMES = {
@@ -36,7 +36,10 @@ def text(page):
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", [*PAGES[:2], *(pytest.param(page, marks=pytest.mark.slow) for page in PAGES[2:4])])
+SLOW = [pytest.param(page, marks=pytest.mark.slow) for page in (*PAGES[2:4], "docs/memory.md")]
+
+
+@pytest.mark.parametrize("page", [*PAGES[:2], *SLOW])
 def test_the_examples_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = dict(README_NAMES) if page == "README.md" else {}

@@ -30,6 +30,9 @@ SHARDS = st.integers(1, 16)
         ((8, 30, 31), -1),  # rather pad another by 1/31 than cut the first
         ((8, 13, 13), -3),  # but not at any price
         ((4, 16, 64, 24), -2),
+        ((16, 256, 1024), -2),  # rows of matrices in a stack
+        ((16, 4, 256, 1024), -2),
+        ((16, 128, 1024), -1),  # what may be a stack itself is none of them
         ((40,), -1),
         ((41,), -1),
     ],

@@ -121,8 +121,8 @@ def block(function: F) -> F:
             args, kwargs = jax.tree.unflatten(tree, [enter(traced.get(i, x)) for i, x in enumerate(leaves)])
             return function(*args, **kwargs)
 
-        sizes = {x.size for x in traced.values() if isinstance(x, Deferred) and x.regathers}
-        return (jax.checkpoint(run, policy=all_but_gathered(sizes)) if sizes else run)(traced)
+        shapes = {x.shape for x in traced.values() if isinstance(x, Deferred) and x.regathers}
+        return (jax.checkpoint(run, policy=all_but_gathered(shapes)) if shapes else run)(traced)
 
     return entered  # type: ignore[return-value]
 

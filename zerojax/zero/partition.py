@@ -14,6 +14,10 @@ from zerojax.zero.disk import OnDisk
 # The first dimension may be a stack of layers that a scan walks along, which no device can walk over shards of.
 LEADING_DIM_COST = 0.1
 
+# A dimension of this length is no stack of layers. As rows of the matrices of one, it is cut before their columns: XLA
+# gathers along a later dimension than the first of a layer's weight by way of a second, transposed copy.
+NO_STACK = 256
+
 PINNED_HOST = "pinned_host"  # JAX's name of host memory that a device copies from by itself
 
 
@@ -73,11 +77,12 @@ WHOLE = Cut()
 def cut_of(shape: tuple[int, ...], shards: int, min_shard_size: int) -> Cut:
     """The cut of a leaf of `shape` into `shards` parts.
 
-    The largest dimension that divides is cut, the first of several only if no other does. Where none divides, the
-    one that wastes least is padded. Leaves with fewer than `min_shard_size` elements stay whole.
+    Of matrices in a stack the rows are cut, of other leaves the largest dimension that divides, the first of several
+    only if no other does. Where none divides, the one that wastes least is padded. Leaves with fewer than
+    `min_shard_size` elements stay whole.
 
     >>> cut_of((4, 256, 1024), shards=8, min_shard_size=1024)
-    Cut(dim=-1, size=1024, padded=1024)
+    Cut(dim=-2, size=256, padded=256)
     >>> cut_of((30, 1001), shards=8, min_shard_size=1024).stored((30, 1001))
     (30, 1008)
     >>> cut_of((255,), shards=8, min_shard_size=1024).dim is None
@@ -86,9 +91,10 @@ def cut_of(shape: tuple[int, ...], shards: int, min_shard_size: int) -> Cut:
     if shards == 1 or not is_large(shape, min_shard_size):
         return WHOLE
 
-    def cost(i: int) -> tuple[float, int, int]:
+    def cost(i: int) -> tuple[float, bool, int, int]:
         waste = -shape[i] % shards / shape[i]
-        return waste + (LEADING_DIM_COST if i == 0 and len(shape) > 1 else 0.0), -shape[i], -i
+        are_rows = 0 < i == len(shape) - 2 and shape[i] >= NO_STACK
+        return waste + (LEADING_DIM_COST if i == 0 and len(shape) > 1 else 0.0), not are_rows, -shape[i], -i
 
     i = min(range(len(shape)), key=cost)
     return Cut(i - len(shape), shape[i], math.ceil(shape[i] / shards) * shards)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -59,10 +58,10 @@ def make_plan(
     """
     at_use = stage.gather is Gather.AT_USE
     leaves = [*layout.param_leaves, *layout.frozen_leaves]
-    sizes = frozenset(gathered_sizes(leaves, uses)) if at_use else frozenset()
+    shapes = frozenset(gathered_shapes(leaves, uses)) if at_use else frozenset()
 
     def but_gathered(keep: Policy) -> Policy:
-        return _but_gathered(sizes, keep) if at_use else keep
+        return _but_gathered(shapes, keep) if at_use else keep
 
     rest = but_gathered(jax.checkpoint_policies.everything_saveable) if at_use and layout.adapter.finds_uses else None
     names = [leaf.name.partition("/")[2] for leaf in leaves]
@@ -85,10 +84,10 @@ def make_plan(
     return Plan(around=policy)
 
 
-def gathered_sizes(leaves: Sequence[Leaf], uses: Uses) -> set[int]:
-    """The numbers of elements that gather points make: of whole leaves, or of a scan's slices of them."""
+def gathered_shapes(leaves: Sequence[Leaf], uses: Uses) -> set[tuple[int, ...]]:
+    """The shapes that gather points make: of whole leaves, or of a scan's slices of them."""
     return {
-        math.prod(shape[-ndim:])
+        shape[-ndim:]
         for leaf, use in zip(leaves, uses.params, strict=True)
         for ndim in (*map(len, use.shapes), len(leaf.shape))
         for shape in (leaf.shape, leaf.stored_shape)
@@ -97,6 +96,6 @@ def gathered_sizes(leaves: Sequence[Leaf], uses: Uses) -> set[int]:
 
 
 @functools.lru_cache(maxsize=64)
-def _but_gathered(sizes: frozenset[int], keep: Policy) -> Policy:
+def _but_gathered(shapes: frozenset[tuple[int, ...]], keep: Policy) -> Policy:
     """One object for equal arguments: types of modules and JAX's caches hold policies."""
-    return all_but_gathered(sizes, keep)
+    return all_but_gathered(shapes, keep)
