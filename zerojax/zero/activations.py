@@ -52,7 +52,7 @@ def _is_made(jaxpr: core.Jaxpr, variable: Any, given: Sequence[bool]) -> bool:
         name = eqn.primitive.name
         if name == "name" and eqn.params["name"] == GATHERED:
             return False
-        if name in LAYOUT_OPERATIONS and isinstance(eqn.invars[0], core.Var):
+        if name in (*LAYOUT_OPERATIONS, "convert_element_type") and isinstance(eqn.invars[0], core.Var):
             source: Any = eqn.invars[0].aval
             if variable.aval.size > source.size:  # a broadcast takes memory of its own
                 return True
