@@ -55,6 +55,11 @@ class LossScale:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, kind) or not holds(value):
                 raise UserError(f"LossScale.{name} is {value!r}; accepted: {accepted}")
+        if self.static is None and self.minimum > self.initial:
+            raise UserError(
+                f"LossScale.minimum is {self.minimum!r}, and the scale begins at 2**{self.initial_power}; accepted: at "
+                "most that"
+            )
 
     @property
     def initial(self) -> float:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from zerojax.errors import UserError, shown
 Policy = Callable[..., Any]
 
 HOST = "pinned_host"
+
+_log = logging.getLogger(__name__)
 
 # The products of activations with weights, and not those of activations with each other: attention's scores, which
 # have the batch among their dimensions, grow with the square of the length and cost little to compute again.
@@ -75,7 +78,7 @@ class Remat:
         """
         if isinstance(value, str) and value in NAMES:
             return None if value == "none" else Remat(value)
-        if value is None or isinstance(value, Remat) or callable(value):
+        if value is None or isinstance(value, Remat) or (callable(value) and not isinstance(value, type)):
             return value
         raise UserError(
             f"remat is {shown(value)}; accepted: {', '.join(map(repr, NAMES))}, a zerojax.Remat, a policy of "
@@ -92,12 +95,23 @@ class Remat:
         if self.policy != "offload":
             return
         for device in devices:
+            if device.platform == "cpu":
+                _warn_of_no_effect()
             kinds = _memory_kinds(device)
             if kinds and HOST not in kinds:
                 raise UserError(
                     f"remat is 'offload', and {device.platform} devices have the memories {', '.join(sorted(kinds))} "
                     f"without {HOST}; accepted there: 'full', 'dots' or 'none'"
                 )
+
+
+@functools.cache
+def _warn_of_no_effect() -> None:
+    """Once."""
+    _log.warning(
+        "remat is 'offload', and devices of the backend 'cpu' compute in host memory: it saves no more memory here "
+        "than 'dots', and the step computes the same"
+    )
 
 
 @functools.cache

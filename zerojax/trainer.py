@@ -206,7 +206,7 @@ class _Metrics:
     ):
         self._logs, self._progress, self._tokens = logs, progress, tokens
         self._scaling, self._scaler = scaling, jax.device_get(scaler)
-        self._waiting: list[tuple[int, dict[str, jax.Array], ScalerState | None]] = []
+        self._waiting: list[tuple[int, dict[str, jax.Array], ScalerState | None, float | None]] = []
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -214,7 +214,9 @@ class _Metrics:
         self._clock = time.perf_counter()
 
     def add(self, step: int, metrics: dict[str, jax.Array], scaler: ScalerState) -> None:
-        self._waiting.append((step, metrics, None if self._scaling is None else copied(scaler)))
+        waited = metrics["loss"].is_ready()  # type: ignore[attr-defined]  # as a step does whose state is in files
+        ended = time.perf_counter() if waited else None
+        self._waiting.append((step, metrics, None if self._scaling is None else copied(scaler), ended))
         if len(self._waiting) >= STEPS_IN_FLIGHT:
             self._read()
 
@@ -225,9 +227,9 @@ class _Metrics:
 
     def _read(self) -> None:
         """Raises: RunError: if the step overflowed at the smallest loss scale."""
-        step, metrics, scaler = self._waiting.pop(0)
+        step, metrics, scaler, ended = self._waiting.pop(0)
         values = {name: float(x) for name, x in jax.device_get(metrics).items() if name != "step"}
-        now = time.perf_counter()
+        now = ended or time.perf_counter()
         speed = self._tokens / (now - self._clock)
         self._clock = now
         if self._logs:

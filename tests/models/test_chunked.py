@@ -1,6 +1,7 @@
 """Losses and layers in chunks of rows: the same numbers in less memory, and parameters in shards gathered once."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -226,5 +227,34 @@ def test_numbers_of_chunks_that_are_refused(chunks):
         lambda: chunked_cross_entropy(hidden, head, TARGETS, chunks=chunks),
         lambda: tiled(jnp.tanh, hidden, chunks=chunks),
     ):
-        with pytest.raises(UserError, match=f"chunks={chunks!r}: must be a positive integer"):
+        with pytest.raises(UserError, match=f"^chunks is {re.escape(repr(chunks))}; accepted: a positive integer$"):
             refused()
+
+
+ZEROS, ONES, CLASSES = jnp.zeros((2, 4, 8)), jnp.ones((8, 16)), jnp.zeros((2, 4), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((ZEROS, ONES, CLASSES[:1]), r"targets has shape \(1, 4\), and hidden has .*; accepted: \(2, 4\)"),
+        ((ZEROS, ONES, CLASSES, jnp.ones((2, 1))), r"weights has shape \(2, 1\)"),
+        ((ZEROS, ONES, CLASSES, jnp.ones(3)), r"weights has shape \(3,\)"),
+        ((ZEROS, ONES, CLASSES * 1.0), "targets has dtype float32; accepted: integers"),
+        ((ZEROS, ONES.T, CLASSES), r"head has shape \(16, 8\); accepted: \(8, vocab\)"),
+    ],
+)
+def test_shapes_that_do_not_go_together(arguments, message):
+    """Rows would be cut off, or weights broadcast, in silence."""
+    with pytest.raises(UserError, match=message):
+        chunked_cross_entropy(*arguments)
+
+
+def test_a_bias_of_another_vocabulary():
+    with pytest.raises(UserError, match=r"bias has shape \(8,\); accepted: \(16,\)"):
+        chunked_cross_entropy(ZEROS, ONES, CLASSES, bias=jnp.ones(8))
+
+
+def test_a_function_that_does_not_keep_rows():
+    with pytest.raises(UserError, match=r"tiled: the function makes shape \(\) of \(4, 8\)"):
+        tiled(jnp.sum, ZEROS, chunks=2)

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from zerojax import UserError
 from zerojax.models.losses import cross_entropy
 
 
@@ -78,3 +79,9 @@ def test_a_target_out_of_range_is_no_other_class(target):
     assert np.isnan(cross_entropy(logits, targets).total)
     weighted = cross_entropy(logits, targets, jnp.array([0.0, 1.0]))
     np.testing.assert_allclose(weighted.total, cross_entropy(logits[1:], targets[1:]).total, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 4), (3,)])
+def test_weights_that_would_broadcast(shape):
+    with pytest.raises(UserError, match=r"weights has shape .*, and logits has shape \(2, 4, 16\); accepted: \(2, 4\)"):
+        cross_entropy(jnp.zeros((2, 4, 16)), jnp.zeros((2, 4), int), jnp.ones(shape))

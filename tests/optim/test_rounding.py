@@ -273,3 +273,9 @@ def test_what_is_refused(make, message):
 def _update_without_params(optimizer):
     p = jnp.ones(2, jnp.bfloat16)
     optimizer.update(p, optimizer.init(p))
+
+
+@pytest.mark.parametrize("name", ["stochastic_rounding", "kahan", "master_weights", "narrow_state"])
+def test_what_is_no_optimizer(name):
+    with pytest.raises(UserError, match=f"^{name}: optimizer is 3; accepted: an optax.GradientTransformation"):
+        getattr(optim, name)(3)

@@ -93,6 +93,13 @@ def test_scales_that_are_refused(field, value):
         LossScale(**{field: value})
 
 
+def test_a_minimum_above_the_beginning_is_refused():
+    """An overflow would raise the scale to it."""
+    with pytest.raises(UserError, match=r"LossScale.minimum is 1024, and the scale begins at 2\*\*1; accepted"):
+        LossScale(initial_power=1, minimum=1024)
+    assert LossScale(static=2.0, minimum=1024).initial == 2.0
+
+
 def make_model(key):
     return {"up": jax.random.normal(key, (16, 32)) / 4, "down": jax.random.normal(key, (32, 16)) / 6}
 

@@ -15,6 +15,7 @@ from jax.extend import core
 
 from tests.adapters.models import KINDS
 from zerojax import Remat, UserError, Zero
+from zerojax import remat as remat_module
 from zerojax.models.gpt import GPT, next_token_loss
 
 DEPTH, WIDTH, HIDDEN, ROWS = 4, 16, 64, 32
@@ -300,6 +301,7 @@ def test_around_a_model_that_rematerialises_itself_a_name_takes_precedence():
     [
         (lambda: Zero(remat="most"), "remat is 'most'; accepted: 'none', 'full', 'dots', 'offload', a zerojax.Remat"),
         (lambda: Zero(remat=3), "remat is 3"),
+        (lambda: Zero(remat=Remat), "remat is .*; accepted: 'none', 'full'"),
         (lambda: Remat("none"), "Remat.policy is 'none'; accepted: 'full', 'dots', 'offload', or a policy"),
         (lambda: Remat(every=0), "Remat.every is 0; accepted: a positive integer"),
         (lambda: Remat(every=True), "Remat.every is True"),
@@ -324,7 +326,7 @@ def test_settings_out_of_range(make, message):
             r"'block\*', which matches no module; accepted: .*'layers/0' \(NnxLayer\)",
         ),
         ("linen", False, Remat(blocks="block*"), r"no module; accepted: .*'LinenLayer_0' \(LinenLayer\)"),
-        ("nnx", True, Remat(every=2), "Remat.every is 2.*'layers/.*' are one stack"),
+        ("nnx", True, Remat(every=2), "Remat.every is 2.*'layers' are one stack"),
         ("linen", True, Remat(blocks="layers", every=2), "Remat.every is 2.*'layers' are one stack"),
     ],
 )
@@ -368,3 +370,11 @@ def test_what_was_offloaded_is_of_the_host_s_memory():
     state, step = zero.abstract_state(make, optax.sgd(0.1)), zero.train_step(loss)
     traced = str(step.jitted(state.layout).trace(state, step.place(state.layout, batch)).jaxpr)
     assert traced.count(f"f32<host>[{ROWS // 8},{HIDDEN}] = device_put") == DEPTH
+
+
+def test_where_offload_saves_nothing_it_says_so_once(caplog):
+    remat_module._warn_of_no_effect.cache_clear()
+    for _ in range(2):
+        Zero(remat="offload")
+    (record,) = caplog.records
+    assert record.getMessage().startswith("remat is 'offload', and devices of the backend 'cpu' compute in host memory")

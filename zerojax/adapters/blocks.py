@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import dataclasses
 import fnmatch
+import posixpath
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -101,7 +102,8 @@ def repeated_blocks(
     """
     stacks = scanned_blocks(modules, scanned, own, policy)
     if stacks and every > 1:
-        raise _every_of_a_stack(every, max(stacks, key=len))
+        within = [path for path in scanned if any(path.startswith(f"{stack}/") for stack in filter(None, stacks))]
+        raise _every_of_a_stack(every, posixpath.dirname(posixpath.commonprefix([f"{path}/" for path in within])))
     taken = holders(scanned) | holders(own)
     siblings = collections.defaultdict(list)
     for path, module in modules.items():

@@ -15,6 +15,7 @@ from zerojax.checkpoint.loading import load
 from zerojax.checkpoint.processes import from_primary
 from zerojax.checkpoint.saving import TEMPORARY, PendingSave, start_save
 from zerojax.errors import UserError
+from zerojax.zero.state import check_not_given
 
 _log = logging.getLogger(__name__)
 
@@ -63,9 +64,11 @@ class Checkpoints:
           extra: a dict as `json.dumps` writes it, given back by `restore_latest`; the primary process's is saved.
 
         Raises:
+          UserError: if a step was given this state.
           CheckpointError: if the save before this one failed, or this one cannot begin.
         """
         self.wait()
+        check_not_given(state)
         step = int(state.step)
         name = from_primary(lambda: self._new_name(step))
         self._pending = start_save(

@@ -13,6 +13,7 @@ from zerojax.checkpoint.loading import load
 from zerojax.checkpoint.processes import from_primary
 from zerojax.checkpoint.saving import start_save
 from zerojax.errors import UserError
+from zerojax.zero.state import check_not_given
 
 
 def save(
@@ -27,7 +28,7 @@ def save(
       frozen: whether the parameters that are not trained are saved too.
 
     Raises:
-      UserError: if there is something at `path`.
+      UserError: if there is something at `path`, or a step was given this state.
       CheckpointError: if the checkpoint cannot be written; then there is nothing at `path`.
 
     >>> import tempfile, jax.numpy as jnp, optax, zerojax
@@ -39,6 +40,7 @@ def save(
     >>> load_extra(path)
     {'epoch': 3}
     """
+    check_not_given(state)
     target = Path(path).absolute()
     if not from_primary(lambda: _is_free(target)):
         raise UserError(f"checkpoint {path} exists already; accepted: a path where nothing is")

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zerojax.errors import UserError
-from zerojax.models.losses import cross_entropy
+from zerojax.errors import UserError, shown
+from zerojax.models.losses import check_rows, cross_entropy
 from zerojax.weighted import Weighted
 
 
@@ -40,7 +40,7 @@ def chunked_cross_entropy(
         The weighted sum of ``-log softmax(logits)[target]`` in nats, and the sum of the weights.
 
     Raises:
-        UserError: if ``chunks`` is not a positive integer.
+        UserError: if ``chunks`` is not a positive integer, or the shapes do not go together.
 
     >>> key = jax.random.key(0)
     >>> hidden, head = jax.random.normal(key, (6, 4)), jax.random.normal(key, (4, 10))
@@ -49,6 +49,11 @@ def chunked_cross_entropy(
     True
     """
     _check_chunks(chunks)
+    check_rows("hidden", hidden, targets, weights)
+    if head.ndim != 2 or head.shape[0] != hidden.shape[-1]:
+        raise UserError(f"head has shape {head.shape}; accepted: ({hidden.shape[-1]}, vocab), as hidden has")
+    if bias is not None and bias.shape != head.shape[1:]:
+        raise UserError(f"bias has shape {bias.shape}; accepted: {head.shape[1:]}, as head's last dimension")
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     weights = jax.lax.stop_gradient(weights)
     rows = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), weights.reshape(-1))
@@ -110,7 +115,7 @@ def tiled(function: Callable[[jax.Array], jax.Array], x: jax.Array, *, chunks: i
         (..., what the function makes of a row).
 
     Raises:
-        UserError: if ``chunks`` is not a positive integer.
+        UserError: if ``chunks`` is not a positive integer, or the function does not return a row for each row.
 
     >>> x = jnp.arange(10.0).reshape(5, 2)
     >>> bool((tiled(jnp.square, x, chunks=2) == jnp.square(x)).all())
@@ -120,7 +125,12 @@ def tiled(function: Callable[[jax.Array], jax.Array], x: jax.Array, *, chunks: i
     if isinstance(function, nnx.Module):
         function = _with_parameters_read(function)
     rows = x.reshape(-1, x.shape[-1])
-    out = jax.lax.map(jax.checkpoint(function, prevent_cse=False), _in_chunks(rows, chunks))
+    out = jax.lax.map(jax.checkpoint(function, prevent_cse=False), parts := _in_chunks(rows, chunks))
+    if out.shape[:2] != parts.shape[:2]:
+        raise UserError(
+            f"tiled: the function makes shape {out.shape[1:]} of {parts.shape[1:]}; accepted: a function that "
+            "returns a row for each row"
+        )
     out = out.reshape(-1, *out.shape[2:])[: rows.shape[0]]
     return out.reshape(*x.shape[:-1], *out.shape[1:])
 
@@ -143,4 +153,4 @@ def _in_chunks(x: jax.Array, chunks: int) -> jax.Array:
 
 def _check_chunks(chunks: int) -> None:
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise UserError(f"chunks={chunks!r}: must be a positive integer")
+        raise UserError(f"chunks is {shown(chunks)}; accepted: a positive integer")

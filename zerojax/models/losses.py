@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from zerojax.errors import UserError
 from zerojax.weighted import Weighted
 
 
@@ -19,15 +20,31 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array | No
         targets: (...), integers in [0, vocab).
         weights: (...), or None for 1 each. No gradient flows to them.
 
+    Raises:
+        UserError: if targets or weights are not one for each row of logits, or targets are no integers.
+
     >>> loss = cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3]), jnp.array([1.0, 0.5]))
     >>> round(float(loss.total / loss.weight), 4)  # ln 4
     1.3863
     """
+    check_rows("logits", logits, targets, weights)
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     weights = jax.lax.stop_gradient(weights)
     valid = (targets >= 0) & (targets < logits.shape[-1])
     total = (weights * _negative_log_likelihood(logits, jnp.where(valid, targets, 0))).sum()
     return Weighted(jnp.where((valid | (weights == 0)).all(), total, jnp.nan), weights.sum())
+
+
+def check_rows(name: str, rows: jax.Array, targets: jax.Array, weights: jax.Array | None) -> None:
+    """Refuses targets and weights that are not one for each row of an array: they would broadcast, or be cut off."""
+    for what, array in (("targets", targets), ("weights", weights)):
+        if array is not None and array.shape != rows.shape[:-1]:
+            raise UserError(
+                f"{what} has shape {array.shape}, and {name} has shape {rows.shape}; accepted: {rows.shape[:-1]}, one "
+                "for each row"
+            )
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise UserError(f"targets has dtype {targets.dtype}; accepted: integers")
 
 
 @jax.custom_vjp

@@ -50,6 +50,12 @@ def choice(name: str, value: Any, accepted: Sequence[str]) -> None:
         raise UserError(f"{name} is {shown(value)}; accepted: {', '.join(map(repr, accepted))}")
 
 
+def optimizer(name: str, value: Any) -> None:
+    """Refuses what has no ``init`` and ``update``."""
+    if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
+        raise UserError(f"{name}: optimizer is {shown(value)}; accepted: an optax.GradientTransformation")
+
+
 def floating(name: str, value: Any) -> None:
     """Refuses all but a floating dtype or its name."""
     try:

@@ -14,6 +14,7 @@ from zerojax.errors import UserError, shown
 from zerojax.optim import checks
 from zerojax.optim.leaves import in_float32
 from zerojax.paths import as_patterns, matches, path_name, require_matches
+from zerojax.precision import NAMED
 
 DROPPED_BITS = 16  # that a float32 has beyond a bfloat16
 NARROW = ("bfloat16", "float16")
@@ -79,6 +80,7 @@ def stochastic_rounding(
     1.001
     """
     checks.steps("seed", seed, low=0)
+    checks.optimizer("stochastic_rounding", optimizer)
     inner = in_float32(optimizer)
 
     def init(params: Any) -> RoundingState:
@@ -117,6 +119,7 @@ def kahan(optimizer: optax.GradientTransformation) -> optax.GradientTransformati
     >>> p.tolist()
     [1.0078125, 1.0078125]
     """
+    checks.optimizer("kahan", optimizer)
     inner = in_float32(optimizer)
 
     def init(params: Any) -> KahanState:
@@ -158,6 +161,7 @@ def master_weights(optimizer: optax.GradientTransformation) -> optax.GradientTra
     >>> p.tolist(), state.master.dtype.name
     ([1.0078125, 1.0078125], 'float32')
     """
+    checks.optimizer("master_weights", optimizer)
     inner = in_float32(optimizer)
 
     def init(params: Any) -> MasterState:
@@ -202,10 +206,12 @@ def narrow_state(
     ScaleByAdamState(count='int32', mu={'w': 'bfloat16'}, nu={'w': 'float32'})
     """
     checks.steps("seed", seed, low=0)
+    checks.optimizer("narrow_state", optimizer)
     patterns = as_patterns("only", only)
+    dtype = NAMED.get(dtype, dtype) if isinstance(dtype, str) else dtype
     name = jnp.dtype(dtype).name if dtype in NARROW or dtype in map(jnp.dtype, NARROW) else None
     if name is None:
-        raise UserError(f"dtype is {shown(dtype)}; accepted: {', '.join(map(repr, NARROW))}")
+        raise UserError(f"narrow_state: dtype is {shown(dtype)}; accepted: {', '.join(map(repr, NARROW))}")
     inner = optax.with_extra_args_support(optimizer)
 
     def is_stored_so(path: Any, x: Any) -> bool:

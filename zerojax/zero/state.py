@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.adapters import Adapter, is_deferred
+from zerojax.errors import UserError
 from zerojax.zero.loss_scale import ScalerState
 from zerojax.zero.partition import Leaf
 
@@ -147,3 +148,11 @@ class State:
     rng: jax.Array
     loss_scale: ScalerState
     layout: Layout = dataclasses.field(metadata={"static": True})
+
+
+def check_not_given(state: Any) -> None:
+    """Raises: UserError: if a step was given this state before."""
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise UserError(
+            "this state was given to a step before, which reuses its memory; accepted: the state that step returned"
+        )

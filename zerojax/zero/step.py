@@ -21,7 +21,7 @@ from zerojax.weighted import Weighted
 from zerojax.zero.gradients import LocalLoss, local_gradients, local_loss, local_micro_loss
 from zerojax.zero.loss_scale import scale_of
 from zerojax.zero.stages import Stage
-from zerojax.zero.state import Layout, State
+from zerojax.zero.state import Layout, State, check_not_given
 from zerojax.zero.streamed import StreamedStep
 from zerojax.zero.turns import Turn
 from zerojax.zero.update import Gradients, apply_update, metrics_after
@@ -79,10 +79,7 @@ class Step(abc.ABC):
             raise UserError(
                 f"the first argument is {shown(state)}; accepted: a state, as zero.init makes, then a batch"
             )
-        if state.step.is_deleted():
-            raise UserError(
-                "this state was given to a step before, which reuses its memory; accepted: the state that step returned"
-            )
+        check_not_given(state)
         layout, placed = state.layout, self.place(state.layout, batch)
         program = layout, tuple((x.shape, x.dtype) for x in jax.tree.leaves(placed))
         with self.watched(self, layout, placed):

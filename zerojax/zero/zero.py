@@ -161,6 +161,8 @@ class Zero:
     def train_step(self, loss_fn: Callable[..., Any]) -> TrainStep:
         """The compiled training step.
 
+        Where a state lies (shards, host memory, files) is what the `Zero` that made it says; a step leaves it there.
+
         Args:
           loss_fn: function of (model, batch, rng) that returns a loss, or a pair of a loss and a dict of scalars. A
             loss is a scalar, the mean over its examples, or `Weighted`. A random key `rng` depends on the seed, the
